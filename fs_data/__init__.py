@@ -1,3 +1,5 @@
 """Data-loader-centric balancing of sequence batches across ranks, and parquet histories to feed it."""
 
-__all__: list[str] = []
+from fs_data.jagged import JaggedColumn
+
+__all__ = ["JaggedColumn"]

@@ -1,0 +1,88 @@
+"""The example's flags, and the check that all ranks were started with the same ones."""
+
+import argparse
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    data: str
+    """Parquet of histories, as `fs-data generate` or `fs-data build` writes it."""
+    num_items: int
+    """Item ids run from 1 to this."""
+    run: Path = Path("runs/default")
+    """Folder for checkpoints and the log of losses."""
+    loader: str = "balanced"
+    """`balanced`, or `plain` for the DataLoader alone."""
+    partitioner: str = "few_moves"
+    embeddings: str = "prioritized"
+    """`prioritized`, or `synchronous`."""
+    epochs: int = 1
+    max_steps: int = 0
+    """Stop after this many steps; 0 means no limit."""
+    batch_size: int = 64
+    """Users a rank."""
+    max_length: int = 50
+    dim: int = 50
+    blocks: int = 2
+    heads: int = 1
+    dropout: float = 0.3
+    lr: float = 1e-3
+    """Of Adam, for the dense part."""
+    embedding_lr: float = 0.05
+    """Of row-wise Adagrad, for the item table."""
+    workers: int = 0
+    """DataLoader's worker processes a rank."""
+    seed: int = 0
+    log_every: int = 50
+    """Steps between lines of the log."""
+    checkpoint_every: int = 0
+    """Steps between checkpoints; 0 saves none."""
+    resume: bool = False
+    """Continue from the run's newest checkpoint."""
+    evaluate: bool = False
+    """HR@10 and NDCG@10 on the validation items after each epoch, and on the test items of the best one."""
+    timeout_s: float = 60.0
+    """Longest wait for another rank."""
+    report: Path | None = None
+    """Rank 0 writes the run's figures there, as JSON."""
+
+
+_CHOICES = {"loader": ("balanced", "plain"), "embeddings": ("prioritized", "synchronous")}
+# What may differ between ranks without harm.
+_OWN = ("report",)
+
+
+def parse(arguments: list[str] | None = None) -> Settings:
+    parser = argparse.ArgumentParser(
+        prog="examples.train", description="Trains a SASRec-like model on parquet histories."
+    )
+    for field in dataclasses.fields(Settings):
+        flag, default = "--" + field.name.replace("_", "-"), field.default
+        if field.type is bool:
+            parser.add_argument(flag, action="store_true")
+        elif default is dataclasses.MISSING:
+            parser.add_argument(flag, type=field.type, required=True)  # pyright: ignore[reportArgumentType]
+        else:
+            kind = Path if field.name in ("run", "report") else type(default)
+            parser.add_argument(flag, type=kind, default=default, choices=_CHOICES.get(field.name))
+    return Settings(**vars(parser.parse_args(arguments)))
+
+
+def check_same_settings(settings: Settings) -> None:
+    """Collective: raises on every rank, naming the culprit, unless all ranks have rank 0's settings."""
+    mine = {k: v for k, v in dataclasses.asdict(settings).items() if k not in _OWN}
+    everyone: list[dict[str, object]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, mine)
+    for rank, theirs in enumerate(everyone):
+        for name, value in theirs.items():
+            if value != everyone[0][name]:
+                flag = "--" + name.replace("_", "-")
+                raise ValueError(
+                    f"all ranks need the same settings: rank {rank} was started with {flag} {value}, rank 0 with "
+                    f"{everyone[0][name]}; start them with one command line"
+                )
