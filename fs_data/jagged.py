@@ -41,3 +41,35 @@ class JaggedColumn:
     def record_stream(self, stream: torch.Stream) -> None:
         self.values.record_stream(stream)
         self.offsets.record_stream(stream)
+
+
+@dataclass(frozen=True, slots=True)
+class NestedColumn:
+    """Rows of candidates, each with content of its own length: sample → candidates → items.
+
+    Row b's candidates are `outer_offsets[b]` to `outer_offsets[b + 1]`; candidate c's items are
+    `values[inner_offsets[c]:inner_offsets[c + 1]]`.
+    """
+
+    values: Tensor
+    """`(N, ...)`, any dtype: the items of all candidates of all rows."""
+    inner_offsets: Tensor
+    """`(C + 1,)` int64, from 0 to N, on the device of `values`."""
+    outer_offsets: Tensor
+    """`(B + 1,)` int64, from 0 to C, on the device of `values`."""
+
+    def __len__(self) -> int:
+        return self.outer_offsets.numel() - 1
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> "NestedColumn":
+        return NestedColumn(*(t.to(device, non_blocking=non_blocking) for t in self._tensors()))
+
+    def pin_memory(self) -> "NestedColumn":
+        return NestedColumn(*(t.pin_memory() for t in self._tensors()))
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        for t in self._tensors():
+            t.record_stream(stream)
+
+    def _tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.values, self.inner_offsets, self.outer_offsets

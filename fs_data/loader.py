@@ -1,0 +1,360 @@
+"""BalancedDataLoader: wraps any loader so that every rank's batches take about the same time."""
+
+import io
+import logging
+import socket
+import warnings
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Generic, TypeVar, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from fs_data.errors import LoaderError
+from fs_data.exchange import Exchange, ExchangeConfig, OnExhausted
+from fs_data.feeds import Feeds, Lookups
+from fs_data.pipeline import Handed, Pipeline
+from fs_data.plan import Assignment, RuntimeInfo, WorldBatch
+from fs_data.planner import Features, Partition, Planner
+from fs_data.reader import Reader, has_state
+from fs_data.schema import BatchSchema
+from fs_data.stats import LoaderStats, Totals, step_stats
+from fs_data.tree import is_tensor_like, walk
+from fs_data.world import make_world
+
+logger = logging.getLogger(__name__)
+
+T_co = TypeVar("T_co", covariant=True)
+
+_STATE_VERSION = 1
+_REMEMBERED = 4  # batches whose weights are kept; pipelines hold up to three
+
+
+class BalancedDataLoader(Generic[T_co]):
+    """Yields the wrapped loader's batches, their samples exchanged between ranks so that no rank waits for another.
+
+    Samples move within one global batch only: no sample changes its step, none is lost or doubled. Batches keep their
+    type. Balancing runs in background threads on a process group of its own, while the model trains on earlier batches:
+    one batch is trained on, up to two are balanced ahead, and one is drawn from the wrapped loader.
+
+    Construction is collective, and so is each pass over the data: all ranks must take the same steps.
+
+    Args:
+        loader: Any iterable of batches; `len`, `state_dict`, `set_epoch` and other attributes are passed through.
+        schema: How batches split into samples; what it does not declare is inferred from the first batch.
+        partitioner: A name (`"few_moves"`, `"lpt"`, `"fbs"`, `"vbs"`, `"identity"`), or a deterministic function from
+            `WorldBatch` and `RuntimeInfo` to the destination rank of each sample.
+        cost: The cost of samples as a function of `Features`, int64; None is the quadratic default.
+        length: The path of the jagged leaf whose row lengths are the samples' lengths, or a function of a batch that
+            gives them; None takes the longest jagged row of each sample.
+        weights: Loss weights of samples by task, as functions of a batch that give `(B,)` numbers of at least 0; see
+            `loss_scale`. The task `"samples"`, where each sample weighs 1, is always there.
+        on_exhausted: When some ranks run out of batches: `"balance"` spreads the rest over all ranks, `"stop"` ends the
+            pass on all, `"error"` raises.
+        group: The process group to balance over, which nothing else may use; None makes one of all ranks, or works
+            alone where torch.distributed is not initialized.
+        timeout_s: The longest wait for the wrapped loader's next batch, or for another rank.
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[T_co],
+        *,
+        schema: BatchSchema | Mapping[str, Any] | None = None,
+        partitioner: str | Partition = "few_moves",
+        cost: Callable[[Features], NDArray[np.int64]] | None = None,
+        length: str | Callable[[Any], Any] | None = None,
+        weights: Mapping[str, Callable[[Any], Any]] | None = None,
+        on_exhausted: OnExhausted = "balance",
+        group: dist.ProcessGroup | None = None,
+        timeout_s: float = 600.0,
+    ) -> None:
+        if on_exhausted not in ("balance", "stop", "error"):
+            raise ValueError(f"on_exhausted must be 'balance', 'stop' or 'error', got {on_exhausted!r}")
+        if weights and "samples" in weights:
+            raise ValueError("the task 'samples' is built in and weighs every sample 1; name yours otherwise")
+        self._loader = loader
+        self._timeout_s = timeout_s
+        # A peer may legitimately wait as long as this rank's loader takes, and tells of its failure afterwards.
+        self._world = make_world(group, timeout_s * 1.1 + 5)
+        schema = schema if isinstance(schema, BatchSchema) else BatchSchema(schema)
+        weights = dict(weights or {})
+        settings = "\n".join(
+            (
+                f"partitioner={_name(partitioner)}",
+                f"cost={_name(cost)}",
+                f"on_exhausted={on_exhausted}",
+                f"weights={list(weights)}",
+            )
+        )
+        config = ExchangeConfig(
+            schema=schema, length=_length(length), weights=weights, on_exhausted=on_exhausted, settings=settings
+        )
+        hosts = self._world.gather(
+            np.asarray([zlib.crc32(socket.gethostname().encode()), _len(loader)]), "construction"
+        ).T
+        self._len = int(hosts[1].max()) if (hosts[1] >= 0).all() else None
+        planner = Planner(
+            _partitioner(partitioner), cost or _default_cost, world_size=self._world.size, host=_hosts(hosts[0])
+        )
+        self._exchange = Exchange(self._world, config, planner)
+        self._feeds: list[Feeds] = []
+        self._pipeline: Pipeline | None = None
+        self._own_state: dict[str, Any] | None = None
+        self._resume: dict[str, Any] | None = None
+        self._recent: deque[Handed] = deque(maxlen=_REMEMBERED)
+        self._weights_used = False
+        self._totals = Totals()
+        self._optimizer_steps = 0
+
+    # ---- iteration --------------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[T_co]:
+        self._end_pass("a new pass over the data began")
+        resume, self._resume = self._resume or {}, None
+        for feeds in self._feeds:
+            feeds.flush()
+        reader = Reader(
+            self._loader,
+            exhausted=resume.get("exhausted", False),
+            skip=0 if has_state(self._loader) else resume.get("count", 0),
+            timeout_s=self._timeout_s,
+        )
+        self._pipeline = Pipeline(self._world, self._exchange, reader)
+        return self._iterate(self._pipeline)
+
+    def _iterate(self, pipeline: Pipeline) -> Iterator[T_co]:
+        try:
+            is_first = True
+            while (handed := pipeline.next(self._optimizer_steps)) is not None:
+                if is_first:
+                    self._prefetch(handed.current.batch)
+                self._prefetch(handed.following.batch if handed.following else None)
+                is_first = False
+                self._note(handed)
+                yield cast("T_co", handed.current.batch)
+                del handed  # the batch must not live on while the next is waited for
+            if pipeline.end_state is not None:
+                self._own_state = pipeline.end_state | {"step": self._exchange.num_steps}
+        finally:
+            pipeline.stop("break, or an exception in the loop")
+
+    def _prefetch(self, batch: Any) -> None:
+        for feeds in self._feeds:
+            feeds.prefetch(batch)
+
+    def _note(self, handed: Handed) -> None:
+        self._own_state = handed.state | {"step": handed.current.step + 1}
+        self._recent.append(handed)
+        step = step_stats(handed.current, handed.exposed_wait_s)
+        self._totals.add(handed.current, step)
+        if step.copies and not self._weights_used:
+            self._weights_used = True
+            warnings.warn(
+                f"batch {step.step} has fewer samples than ranks, so {step.copies} ranks train on a copy; copies "
+                "weigh 0: use "
+                "loader.loss_scale(batch) or loader.sample_weights(batch), or they count in the loss",
+                stacklevel=3,
+            )
+
+    def feeds(self, model: nn.Module, lookups: Mapping[str, Lookups] | None = None) -> None:
+        """Hands the ids of coming batches to the model's embedding modules, those with `prefetch` and `flush`.
+
+        Args:
+            model: Searched with `named_modules`; wrappers such as DDP are looked through.
+            lookups: For each such module by name, a function of a batch that gives the ids of its lookups in call
+                order. None gives each module the batch's KeyedJaggedTensor with its `feature_names`.
+        """
+        self._feeds.append(Feeds(model, lookups))
+
+    def close(self) -> None:
+        """Ends the pass, its threads and the wrapped loader's workers; may be called twice."""
+        self._end_pass("closed")
+
+    def __enter__(self) -> "BalancedDataLoader[T_co]":
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._end_pass(f"{type(error).__name__}: {error}" if error else "closed")
+
+    def _end_pass(self, reason: str) -> None:
+        pipeline, self._pipeline = self._pipeline, None
+        if pipeline is None:
+            return
+        pipeline.stop(reason)
+        if not pipeline.join(self._timeout_s):
+            raise LoaderError(f"the last pass did not end within {self._timeout_s} s: another rank is still inside it")
+        pipeline.reader.join(5.0)
+
+    # ---- weights ----------------------------------------------------------------------------------------------------
+
+    def loss_scale(self, batch: Any, task: str = "samples") -> float:
+        """What to multiply this rank's weighted mean loss with, so that gradients averaged over ranks are exact.
+
+        Ranks have different numbers of samples, so the mean of their means is not the mean. With loss
+        `Σ w_s·l_s / w_r` on each rank, `w_r` its sum of weights, the factor is `R·w_r / ΣW`: averaging over R ranks, as
+        DDP and FSDP2 do, then gives the gradient of `Σ w_s·l_s / ΣW` over the whole global batch.
+        """
+        weights, total = self._weights(batch, task)
+        return self._world.size * float(weights.sum()) / total if total else 0.0
+
+    def sample_weights(self, batch: Any, task: str = "samples") -> Tensor:
+        """`(B,)` float64 factors: `(factors * losses).sum()` on each rank, averaged over ranks, is the global mean.
+
+        Unlike a mean times `loss_scale`, this also holds where a rank's weights are all 0.
+        """
+        weights, total = self._weights(batch, task)
+        return torch.from_numpy(weights * (self._world.size / total if total else 0.0))
+
+    def _weights(self, batch: Any, task: str) -> tuple[NDArray[np.float64], float]:
+        self._weights_used = True
+        handed = next((h for h in reversed(self._recent) if _is_same_batch(h.current.batch, batch)), None)
+        if handed is None:
+            raise ValueError(
+                f"the batch must be one of the last {_REMEMBERED} that this loader gave; a batch moved to a device "
+                "is another "
+                "one: ask before moving it"
+            )
+        if task not in handed.current.weights:
+            raise ValueError(f"task must be one of {list(handed.current.weights)}, got {task!r}")
+        return handed.current.weights[task], handed.current.total_weights[task]
+
+    # ---- state ------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state that resumes after the batch handed out last; batches balanced ahead are not in it.
+
+        Only this rank's: no communication. Its keys are the same before the first batch, as
+        `torch.distributed.checkpoint` needs, and name the rank, so that each rank loads its own.
+        """
+        own = self._own_state or {"inner": None, "count": 0, "exhausted": False, "step": 0}
+        if not has_state(self._loader) and own["count"]:
+            logger.warning(
+                "the wrapped %s has no state_dict: resuming will draw and drop %d batches, which is exact only if it "
+                "gives the same batches again (torchdata's StatefulDataLoader resumes at once)",
+                type(self._loader).__name__,
+                own["count"],
+            )
+        data = io.BytesIO()
+        torch.save(own, data)
+        return {
+            "version": _STATE_VERSION,
+            "world_size": self._world.size,
+            f"dp_rank_{self._world.rank}": data.getvalue(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The next pass goes on after the batch of `state`; no communication."""
+        if state.get("version") != _STATE_VERSION:
+            raise ValueError(f"the state must be of version {_STATE_VERSION}, got {state.get('version')!r}")
+        if state.get("world_size") != self._world.size:
+            raise ValueError(
+                f"the state was saved by {state.get('world_size')} ranks and cannot be loaded by {self._world.size}; "
+                "ParquetUIHDataset.reshard(states) carries a dataset's position to another number of ranks"
+            )
+        key = f"dp_rank_{self._world.rank}"
+        if key not in state:
+            raise ValueError(f"the state has no '{key}': it is that of another rank ({sorted(state)})")
+        self._end_pass("a state was loaded")
+        own = torch.load(io.BytesIO(state[key]), weights_only=True)
+        if own["inner"] is not None:
+            if not has_state(self._loader):
+                raise ValueError(
+                    f"the state holds one of the wrapped loader, but {type(self._loader).__name__} has no "
+                    "load_state_dict"
+                )
+            cast("Any", self._loader).load_state_dict(own["inner"])
+        self._exchange.num_steps = own["step"]
+        self._resume = self._own_state = own
+
+    # ---- conventions ------------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        """The most batches that a rank's loader has, which is the number of steps; agreed at construction."""
+        if self._len is None:
+            raise TypeError(f"the wrapped {type(self._loader).__name__} has no length on every rank")
+        return self._len
+
+    def set_epoch(self, epoch: int) -> None:
+        """Passed on to the wrapped loader, its sampler and its dataset, where they have it."""
+        owners = [self._loader, *(getattr(self._loader, n, None) for n in ("sampler", "batch_sampler", "dataset"))]
+        for owner in owners:
+            if hasattr(owner, "set_epoch"):
+                cast("Any", owner).set_epoch(epoch)
+
+    def stats(self) -> LoaderStats:
+        """Imbalance, bytes and times over all steps so far; no communication."""
+        return self._totals.stats()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+
+def _is_same_batch(given: Any, batch: Any) -> bool:
+    """Whether a batch is the one given out, or a container rebuilt around its tensors."""
+    if given is batch:
+        return True
+    mine, other = _first_leaf(given), _first_leaf(batch)
+    return mine is not None and mine is other
+
+
+def _first_leaf(batch: Any) -> Any:
+    return next((v for _, v in walk({"batch": batch}) if is_tensor_like(v)), None)
+
+
+def _len(loader: object) -> int:
+    try:
+        return len(cast("Any", loader))
+    except TypeError:
+        return -1
+
+
+def _hosts(hashes: NDArray[np.int64]) -> NDArray[np.int64]:
+    """`(R,)`: hosts numbered from 0 in the order of their first rank."""
+    _, first, inverse = np.unique(hashes, return_index=True, return_inverse=True)
+    return np.argsort(np.argsort(first))[inverse.ravel()]
+
+
+def _length(length: str | Callable[[Any], Any] | None) -> Callable[[Any], Any] | None:
+    if not isinstance(length, str):
+        return length
+
+    def lengths(batch: Any) -> Any:
+        found = dict(walk(batch))
+        if length not in found or not hasattr(found[length], "lengths"):
+            raise LoaderError(f"length must name a leaf that has lengths, got '{length}'; the batch has {list(found)}")
+        value = cast("Any", found[length]).lengths
+        return value() if callable(value) else value
+
+    return lengths
+
+
+def _name(value: object) -> str:
+    """What all ranks must have alike, as text without addresses."""
+    return str(getattr(value, "__qualname__", None) or (value if isinstance(value, str) else type(value).__qualname__))
+
+
+def _partitioner(partitioner: str | Partition) -> Partition:
+    if not isinstance(partitioner, str):
+        return partitioner
+    try:
+        from fs_data.partition import make  # pyright: ignore
+    except ImportError:
+        return _identity
+    return make(partitioner)
+
+
+def _identity(world: WorldBatch, runtime: RuntimeInfo) -> Assignment:
+    return world.rank.copy()
+
+
+def _default_cost(features: Features) -> NDArray[np.int64]:
+    lengths = features.num_tokens
+    return 10 * 1024**2 * lengths + 2048 * lengths**2

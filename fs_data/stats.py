@@ -1,0 +1,139 @@
+"""What balancing did and what it cost, step by step."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fs_data.exchange import Balanced
+from fs_data.planner import Plan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepStats:
+    """One global batch; the same on every rank but for times and weights."""
+
+    step: int
+    num_samples: int
+    """Of all ranks."""
+    imbalance_before: float
+    """Costs as the loaders gave the samples, max/mean − 1 over ranks: how much longer the busiest computes."""
+    imbalance: float
+    """The same after balancing."""
+    bound: float
+    """What no plan can beat: the most expensive sample against the mean of a rank."""
+    bytes_moved: int
+    """Sent between ranks, over all ranks."""
+    bytes_total: int
+    """Of all samples."""
+    busiest_rank_bytes: int
+    """The most that one rank sent or received."""
+    peak_tokens: float
+    """Most tokens of a rank over the mean after balancing: activation memory grows with it."""
+    copies: int
+    """Samples repeated with weight 0 for ranks that would have had none."""
+    exposed_wait_ms: float
+    """How long this rank's training thread was blocked in `next()`."""
+    stage_ms: dict[str, float]
+    """Time of this rank's background thread by stage."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderStats:
+    """Over the steps handed out so far. Costs are summed over steps before the ratio, so long steps count more."""
+
+    steps: int = 0
+    imbalance_before: float = 0.0
+    imbalance: float = 0.0
+    bound: float = 0.0
+    bytes_moved: int = 0
+    bytes_moved_share: float = 0.0
+    busiest_rank_bytes: int = 0
+    peak_tokens: float = 0.0
+    copies: int = 0
+    exposed_wait_ms: float = 0.0
+    """Mean of a step."""
+    stage_ms: dict[str, float] = field(default_factory=dict[str, float])
+    """Means of a step."""
+    last: StepStats | None = None
+
+
+def step_stats(balanced: Balanced, exposed_wait_s: float) -> StepStats:
+    plan = balanced.plan
+    before, after = plan.loads()
+    sent, received = plan.traffic()
+    return StepStats(
+        step=balanced.step,
+        num_samples=len(plan.cost),
+        imbalance_before=over_mean(before),
+        imbalance=over_mean(after),
+        bound=_bound(plan),
+        bytes_moved=int(sent.sum()),
+        bytes_total=int(plan.features.num_bytes.sum()),
+        busiest_rank_bytes=int(max(sent.max(), received.max())),
+        peak_tokens=over_mean(plan.tokens()[1]) + 1,
+        copies=int(plan.is_copy.sum()),
+        exposed_wait_ms=exposed_wait_s * 1000,
+        stage_ms={name: s * 1000 for name, s in balanced.seconds.items()},
+    )
+
+
+class Totals:
+    """Sums up steps without keeping them."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self._sums: dict[str, float] = {}
+        self._stages: dict[str, float] = {}
+        self._last: StepStats | None = None
+
+    def add(self, balanced: Balanced, step: StepStats) -> None:
+        before, after = balanced.plan.loads()
+        self.steps += 1
+        amounts = {
+            "max_before": before.max(), "mean_before": before.mean(),
+            "max_after": after.max(), "mean_after": after.mean(),
+            "max_bound": (1 + step.bound) * before.mean(),
+            "moved": step.bytes_moved, "bytes": step.bytes_total, "busiest": step.busiest_rank_bytes,
+            "tokens": step.peak_tokens, "copies": step.copies, "wait": step.exposed_wait_ms,
+        }  # fmt: skip
+        for name, amount in amounts.items():
+            self._sums[name] = self._sums.get(name, 0.0) + float(amount)
+        for name, ms in step.stage_ms.items():
+            self._stages[name] = self._stages.get(name, 0.0) + ms
+        self._last = step
+
+    def stats(self) -> LoaderStats:
+        if not self.steps:
+            return LoaderStats()
+        s, n = self._sums, self.steps
+        return LoaderStats(
+            steps=n,
+            imbalance_before=_ratio(s["max_before"], s["mean_before"]) - 1,
+            imbalance=_ratio(s["max_after"], s["mean_after"]) - 1,
+            bound=_ratio(s["max_bound"], s["mean_before"]) - 1,
+            bytes_moved=int(s["moved"]),
+            bytes_moved_share=s["moved"] / max(s["bytes"], 1.0),
+            busiest_rank_bytes=int(s["busiest"] / n),
+            peak_tokens=s["tokens"] / n,
+            copies=int(s["copies"]),
+            exposed_wait_ms=s["wait"] / n,
+            stage_ms={name: ms / n for name, ms in self._stages.items()},
+            last=self._last,
+        )
+
+
+def over_mean(amounts: NDArray[np.int64] | Sequence[float]) -> float:
+    """max/mean − 1; 0 where nothing has a cost."""
+    array = np.asarray(amounts, np.float64)
+    return _ratio(float(array.max()), float(array.mean())) - 1
+
+
+def _bound(plan: Plan) -> float:
+    mean = float(plan.cost.sum()) / plan.world_size
+    return max(0.0, _ratio(float(plan.cost.max()), mean) - 1)
+
+
+def _ratio(a: float, b: float) -> float:
+    return a / b if b else 1.0
