@@ -24,7 +24,7 @@ from fs_data.errors import Disagreement, LoaderError, RankFailed
 from fs_data.pack import block_bytes, pack, unpack
 from fs_data.planner import Features, Plan, Planner
 from fs_data.schema import BatchSchema, BoundSchema, Split
-from fs_data.world import World, gather_texts
+from fs_data.world import World, bytes_to_ints, gather_texts
 
 Ints = NDArray[np.int64]
 OnExhausted = Literal["balance", "stop", "error"]
@@ -137,7 +137,7 @@ class Exchange:
         num_samples = heads[:, _Head.SAMPLES]
         content = self._gather_candidate_lengths(local, num_samples, rows)
         clock.lap("stage2_gather_candidates")
-        step, self.num_steps = self.num_steps, self.num_steps + 1
+        step = self.num_steps
         plan, blocks, error = self._plan_and_pack(step, local, heads, rows, content)
         clock.lap("plan")
         self._agree(plan, error)
@@ -146,6 +146,7 @@ class Exchange:
         batch, error = self._shuffle(raw, local, plan, blocks, rows)
         clock.lap("stage3_shuffle")
         weights, totals = self._weights(plan, rows)
+        self.num_steps += 1
         return Balanced(
             step=step, batch=batch, plan=plan, weights=weights, total_weights=totals, state=raw.state, error=error,
             seconds=clock.seconds,
@@ -263,16 +264,18 @@ class Exchange:
             return
         data, error = b"", None
         try:
-            data = pickle.dumps(self.schema) if self.schema else b""
+            data = pickle.dumps((self.schema.tree, self.schema.leaves)) if self.schema else b""
         except Exception as e:
             error = e
-        self._raise_failures(self.world.gather(np.asarray([error is not None]), "the schema's status")[:, 0], error)
+        self._raise_failures(
+            self.world.gather(np.asarray([error is not None], np.int64), "the schema's status")[:, 0], error
+        )
         sizes = self.world.gather(np.asarray([len(data)]), "the schema's size")[:, 0]
-        padded = np.frombuffer(data.ljust(-(-int(sizes.max()) // 8) * 8, b"\0"), np.int64)
+        padded = bytes_to_ints(data.ljust(int(sizes.max()), b"\0"))
         source = int(sizes.argmax())
         received = self.world.gather(padded, "the schema")[source].tobytes()[: sizes[source]]
         if self.schema is None:
-            self.schema = pickle.loads(received)
+            self.schema = self.config.schema.bind_to(*pickle.loads(received))
 
     def _is_over(self, heads: Ints) -> bool:
         exhausted = heads[:, _Head.EXHAUSTED] != 0
@@ -350,7 +353,7 @@ class Exchange:
     def _agree(self, plan: Plan | None, error: BaseException | None) -> None:
         """The last gate before samples move: no rank has failed, and all have the same plan."""
         mine = np.asarray([_FAILED if error else _OK, plan.fingerprint if plan else 0])
-        status, plans = self.world.gather(mine, f"agreement on the plan of batch {self.num_steps - 1}").T
+        status, plans = self.world.gather(mine, f"agreement on the plan of batch {self.num_steps}").T
         self._raise_failures(status, error)
         self._check_alike(
             plans,

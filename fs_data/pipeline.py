@@ -121,14 +121,16 @@ class Pipeline:
         raw = self.reader.take()
         balanced = self.exchange.step(raw, self.compute_ns)
         if balanced is None:
-            self.end_state = raw.state
+            # The next pass is a whole one; a rank that stops early with the others has no state at the end of its data.
+            inner = raw.state["inner"] if raw.batch is None else None
+            self.end_state = {"inner": inner, "count": 0, "exhausted": False}
         return Raw(batch=raw.batch is not None or None, state=raw.state), balanced  # the raw batch itself may go
 
     def _vote(self, request: _Request, current: Balanced, following: Balanced | None) -> bool:
         """Whether all ranks go on; raises if only some do, or if one cannot."""
         error = current.error or (following.error if following else None)
         step = current.step
-        mine = np.asarray([error is not None, request.stop is not None, request.optimizer_steps])
+        mine = np.asarray([error is not None, request.stop is not None, request.optimizer_steps], np.int64)
         failed, stopped, optimizer_steps = self.world.gather(mine, f"all ranks' call for batch {step}").T
         if failed.any():
             texts = gather_texts(self.world, f"{type(error).__name__}: {error}" if error else "")

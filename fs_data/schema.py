@@ -65,6 +65,11 @@ class BatchSchema:
         """The schema of batches like `batch`; raises SchemaError, which names the leaf, where a kind is not clear."""
         return _Binder(self, batch).bind()
 
+    def bind_to(self, tree: Tree, leaves: "tuple[BoundLeaf, ...]") -> "BoundSchema":
+        """The schema whose tree and leaves another rank found."""
+        derived = {path: kind.fn for path, kind in self.leaves.items() if isinstance(kind, Derived)}
+        return BoundSchema(tree, leaves, derived, self.group)
+
 
 @dataclass(frozen=True)
 class BoundLeaf:
@@ -94,7 +99,6 @@ class BoundSchema:
     leaves: tuple[BoundLeaf, ...]
     derived: dict[str, Callable[[Any], Any]]
     group: Group | None
-    per_batch: frozenset[str]
     _last: dict[str, "weakref.ref[object]"] = field(default_factory=dict[str, "weakref.ref[object]"], repr=False)
 
     @property
@@ -241,12 +245,11 @@ class _Binder:
     """Finds the leaves of a first batch."""
 
     def __init__(self, schema: BatchSchema, batch: object) -> None:
-        self.declared, self.group = schema.leaves, schema.group
+        self.schema, self.declared = schema, schema.leaves
         self.batch = batch
         self.found = dict(walk(batch))
         self.kinds: dict[str, Kind] = {}
         self.companions: dict[str, tuple[str, ...]] = {}
-        self.per_batch: set[str] = set()
 
     def bind(self) -> BoundSchema:
         for path in self.declared:
@@ -265,11 +268,11 @@ class _Binder:
                 f"the batch, a {type(self.batch).__name__}, has no leaf that splits into samples; declare one"
             )
         leaves = tuple(self._leaf(path, kind) for path, kind in self.kinds.items())
-        derived = {p: k.fn for p, k in self.declared.items() if isinstance(k, Derived)}
-        paths = {p for leaf in leaves for p in leaf.paths} | set(derived)
+        paths = {p for leaf in leaves for p in leaf.paths}
+        paths |= {p for p, kind in self.declared.items() if isinstance(kind, Derived)}
         # The tree is kept for the loader's life: values of this batch that stay on the rank are small or declared.
         tree = build_tree(self.batch, lambda path, _: path in paths)
-        return BoundSchema(tree, leaves, derived, self.group, frozenset(self.per_batch))
+        return self.schema.bind_to(tree, leaves)
 
     def _resolve(self, path: str, kind: Kind) -> tuple[str, ...]:
         parent = path.rpartition(".")[0]
@@ -289,9 +292,7 @@ class _Binder:
         declared = self.declared.get(path)
         if isinstance(declared, Kind):
             self.kinds[path] = declared
-        elif isinstance(declared, PerBatch):
-            self.per_batch.add(path)
-        elif isinstance(declared, Derived) or path in self.taken:
+        elif isinstance(declared, PerBatch | Derived) or path in self.taken:
             pass
         elif is_tensor_like(value):
             self._visit_tensor(path, value)
@@ -303,9 +304,7 @@ class _Binder:
                 "samples: declare "
                 f"BatchSchema({{'{path}': Derived(lambda batch: …)}}), or PerBatch() where it does not"
             )
-        elif is_plain(value):
-            self.per_batch.add(path)
-        else:
+        elif not is_plain(value):
             children = children_of(value)
             if children is None:
                 raise SchemaError(

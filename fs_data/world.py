@@ -15,7 +15,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fs_data.errors import RankLost
+from fs_data.errors import LoaderError, RankLost
 
 _TEXT_BYTES = 4096
 
@@ -55,7 +55,7 @@ class Ranks:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
     def gather(self, numbers: NDArray[np.int64], what: str) -> NDArray[np.int64]:
-        mine = torch.from_numpy(np.ascontiguousarray(numbers))
+        mine = torch.from_numpy(np.ascontiguousarray(numbers, dtype=np.int64))
         everyone = torch.empty(self.size * len(mine), dtype=torch.int64)
         with self._naming_lost_ranks(what):
             _ALL_GATHER(everyone, mine, group=self.group)
@@ -84,7 +84,9 @@ class _NamingLostRanks(contextlib.AbstractContextManager[None]):
         if isinstance(error, RuntimeError):
             seconds = time.monotonic() - self.start
             lost, why = _lost_ranks(self.group, error)
-            names = ", ".join(f"rank {r}" for r in lost) or "a rank"
+            if not lost:
+                raise LoaderError(f"{self.what} failed, although all ranks are there: {error}") from error
+            names = ", ".join(f"rank {r}" for r in lost)
             raise RankLost(
                 lost,
                 f"{names} {why} during {self.what} (after {seconds:.1f} s); restart from the last checkpoint: {error}",
@@ -127,9 +129,14 @@ def make_world(group: dist.ProcessGroup | None, timeout_s: float) -> World:
 def gather_texts(world: World, text: str) -> list[str]:
     """Collective: every rank's text, cut to 4,096 bytes."""
     data = text.encode()[:_TEXT_BYTES]
-    padded = np.frombuffer(data.ljust(_TEXT_BYTES, b"\0"), np.int64)
+    padded = bytes_to_ints(data.ljust(_TEXT_BYTES, b"\0"))
     rows = world.gather(padded, "the exchange of error messages")
     return [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in rows]
+
+
+def bytes_to_ints(data: bytes) -> NDArray[np.int64]:
+    """`data`, filled up with zero bytes, as int64 to gather."""
+    return np.frombuffer(bytearray(data.ljust(-(-len(data) // 8) * 8, b"\0")), np.int64)
 
 
 def _new_group(timeout_s: float) -> dist.ProcessGroup:
