@@ -158,9 +158,11 @@ class Exchange:
         if raw.error is not None or raw.batch is None:
             return _Local(error=raw.error)
         try:
-            if self.schema is None:
-                self.schema = self.config.schema.bind(raw.batch)
-            split = self.schema.split(raw.batch)
+            schema = self.schema or self.config.schema.bind(raw.batch)
+            split = schema.split(raw.batch)
+            if not split.num_samples and self.schema is None:
+                return _Local()  # too little to tell types from: another rank's batch will
+            self.schema = schema
             rows = np.zeros((split.num_samples, len(_Row) + len(self.config.weights)), np.int64)
             rows[:, _Row.TOKENS] = self._lengths(raw.batch, split)
             rows[:, _Row.BYTES] = sum(c.sample_bytes() for c in split.columns)

@@ -98,7 +98,8 @@ class Jagged(Kind):
         if isinstance(value, Tensor) and value.is_nested:
             return _NestedTensorForm()
         if isinstance(value, list):
-            return _TensorListForm()
+            row = _tensor(value[0]) if value else torch.empty(0)
+            return _TensorListForm(row.dtype, tuple(row.shape[1:]))
         raise SchemaError(
             f"is declared Jagged, but a {type(value).__name__} does not say where its rows end; name the leaf that "
             "does, "
@@ -164,9 +165,14 @@ class _NestedTensorForm(Form):
 
 @dataclass(frozen=True)
 class _TensorListForm(Form):
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    """Of one value."""
+
     def split(self, values: Sequence[Any]) -> list[Column]:
         rows = [_tensor(row) for row in values[0]]
-        return [Column(torch.cat(rows), to_offsets(np.asarray([len(row) for row in rows], np.int64)))]
+        joined = torch.cat(rows) if rows else torch.empty(0, *self.shape, dtype=self.dtype)
+        return [Column(joined, to_offsets(np.asarray([len(row) for row in rows], np.int64)))]
 
     def join(self, columns: Sequence[Column]) -> list[Any]:
         return [list(columns[0].values.split(columns[0].lengths[0].tolist()))]

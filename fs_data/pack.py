@@ -59,7 +59,9 @@ def unpack(specs: Sequence[ColumnSpec], num_samples: int, block: Tensor) -> list
 
 def as_bytes(x: Tensor) -> Tensor:
     """`x` as flat uint8; a view where `x` is contiguous."""
-    return x.contiguous().view(-1).view(torch.uint8) if x.numel() else x.new_empty(0, dtype=torch.uint8)
+    x = x.contiguous()
+    # A single element may have any stride, and only a stride of 1 can be seen as bytes.
+    return x.as_strided((x.numel(),), (1,)).view(torch.uint8) if x.numel() else x.new_empty(0, dtype=torch.uint8)
 
 
 def _align(num_bytes: int) -> int:

@@ -7,6 +7,7 @@ import hashlib
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, cast
 
 import numpy as np
@@ -75,6 +76,8 @@ class BatchSchema:
 class BoundLeaf:
     paths: tuple[str, ...]
     """Where the leaf is, and its companions."""
+    types: tuple[type, ...]
+    """Of the values at `paths`."""
     form: Form
     specs: tuple[ColumnSpec, ...]
     is_history: bool
@@ -120,8 +123,15 @@ class BoundSchema:
 
     def split(self, batch: object) -> Split:
         """`batch` as columns, one or more a leaf in the order of `leaves`; views of its memory where possible."""
-        found = dict(walk(batch))
-        tree = build_tree(batch, self._is_leaf)
+        found: dict[str, Any] = {}
+        paths = self._paths
+
+        def is_leaf(path: str, value: object) -> bool:
+            if path in paths:
+                found[path] = value
+            return path in paths
+
+        tree = build_tree(batch, is_leaf)
         self._check_shape(tree)
         columns: list[Column] = []
         sizes: dict[str, int] = {}
@@ -187,7 +197,7 @@ class BoundSchema:
         if isinstance(key, str):
             found = dict(walk(batch))
             if key not in found:
-                raise SchemaError(f"group key '{key}' is not in the batch; it has {list(found)}")
+                raise SchemaError(f"group key '{key}' is not in the batch; it has {_names(found)}")
             keys = found[key]
         else:
             keys = key(batch)
@@ -199,10 +209,7 @@ class BoundSchema:
             )
         return array.astype(np.int64)
 
-    def _is_leaf(self, path: str, value: object) -> bool:
-        return path in self._paths
-
-    @property
+    @cached_property
     def _paths(self) -> frozenset[str]:
         return frozenset(p for leaf in self.leaves for p in leaf.paths) | frozenset(self.derived)
 
@@ -214,6 +221,11 @@ class BoundSchema:
             )
 
     def _columns(self, leaf: BoundLeaf, values: Sequence[Any]) -> list[Column]:
+        for path, value, wanted in zip(leaf.paths, values, leaf.types, strict=True):
+            if not isinstance(value, wanted):
+                raise SchemaError(
+                    f"leaf '{path}' must be a {wanted.__name__} as in the first batch, got a {type(value).__name__}"
+                )
         try:
             columns = leaf.form.split(values)
         except SchemaError as e:
@@ -255,7 +267,7 @@ class _Binder:
         for path in self.declared:
             if path not in self.found:
                 raise SchemaError(
-                    f"the schema declares '{path}', which the batch does not have; it has {list(self.found)}"
+                    f"the schema declares '{path}', which the batch does not have; it has {_names(self.found)}"
                 )
         for path, kind in self.declared.items():
             if isinstance(kind, Kind):
@@ -283,7 +295,8 @@ class _Binder:
             choices = [p for p in (join_path(parent, name), name) if p in self.found]
             if not choices:
                 raise SchemaError(
-                    f"leaf '{path}' is declared with '{name}', which the batch does not have; it has {list(self.found)}"
+                    f"leaf '{path}' is declared with '{name}', which the batch does not have; it has "
+                    f"{_names(self.found)}"
                 )
             resolved.append(choices[0])
         return tuple(resolved)
@@ -363,12 +376,18 @@ class _Binder:
         paths = (path, *self.companions.get(path, ()))
         return BoundLeaf(
             paths=paths,
+            types=tuple(type(v) for v in self._values(path)),
             form=kind.form(self._values(path)),
             specs=specs,
             is_history=isinstance(kind, Jagged | Keyed),
             has_candidates=isinstance(kind, Nested),
             declared=path in self.declared,
         )
+
+
+def _names(found: Mapping[str, object]) -> list[str]:
+    """The paths of a batch's parts, without the elements of lists."""
+    return [path for path in found if not any(part.isdigit() for part in path.split("."))] or list(found)
 
 
 def _holds_tensor(value: object) -> bool:

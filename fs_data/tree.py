@@ -80,14 +80,14 @@ def children_of(value: object) -> Children | None:
     """The named parts of a container; None for anything else."""
     if is_tensor_like(value) or isinstance(value, _PLAIN):
         return None
+    if _is_tensordict(value):
+        return [(str(k), v) for k, v in cast("Any", value).items()]
     if isinstance(value, Mapping):
         return [(str(k), v) for k, v in cast("Mapping[object, object]", value).items()]
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return list(zip(cast("Any", value)._fields, cast("tuple[object, ...]", value), strict=True))
     if isinstance(value, list | tuple):
         return [(str(i), v) for i, v in enumerate(cast("list[object]", value))]
-    if _is_tensordict(value):
-        return [(str(k), v) for k, v in cast("Any", value).items()]
     if dataclasses.is_dataclass(value):
         return [(f.name, getattr(value, f.name)) for f in dataclasses.fields(value) if hasattr(value, f.name)]
     return list(vars(value).items()) if hasattr(value, "__dict__") else None
@@ -102,14 +102,14 @@ def build_tree(value: object, is_leaf: Callable[[str, object], bool], path: str 
         return (value,)
     names = tuple(name for name, _ in found)
     nodes = tuple(build_tree(child, is_leaf, join_path(path, name)) for name, child in found)
+    if _is_tensordict(value):
+        return _TensorDictNode(names, nodes, type(value), tuple(cast("Any", value).batch_size[1:]))
     if isinstance(value, Mapping):
         template = copy.copy(cast("Any", value))
         template.clear()
         return _MappingNode(names, nodes, template, tuple(cast("Mapping[object, object]", value)))
     if isinstance(value, list | tuple):
         return _SequenceNode(names, nodes, type(cast("list[object]", value)))
-    if _is_tensordict(value):
-        return _TensorDictNode(names, nodes, type(value), tuple(cast("Any", value).batch_size[1:]))
     template = copy.copy(value)
     for name in names:
         object.__setattr__(template, name, None)  # the template must not keep a batch alive
