@@ -6,10 +6,11 @@ that failed says so in its header, and all raise the same error.
 Legend: R ranks, N samples of all ranks, B samples of one rank, T tasks with loss weights.
 """
 
+import contextlib
 import hashlib
 import pickle
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, Literal
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from fs_data.column import Part, join
 from fs_data.errors import Disagreement, LoaderError, RankFailed
+from fs_data.hooks import Pace
 from fs_data.pack import block_bytes, pack, unpack
 from fs_data.planner import Features, Plan, Planner
 from fs_data.schema import BatchSchema, BoundSchema, Split
@@ -80,8 +82,10 @@ class Raw:
     error: BaseException | None = None
     state: Any = None
     """The wrapped loader's state after this batch."""
+    drawn: torch.cuda.Event | None = None
+    """When a batch on a GPU is complete."""
     wait_s: float = 0.0
-    """How long the wrapped loader took."""
+    """How long the exchange waited for the wrapped loader."""
 
 
 @dataclass(kw_only=True)
@@ -95,7 +99,6 @@ class Balanced:
     """`(n,)` loss weights of this rank's samples for each task; copies that only fill up a rank weigh 0."""
     total_weights: dict[str, float]
     """Sums over all ranks."""
-    state: Any
     error: BaseException | None = None
     """What went wrong on this rank alone, after the samples had been exchanged."""
     seconds: dict[str, float] = field(default_factory=dict[str, float])
@@ -119,38 +122,54 @@ class Exchange:
         self.world, self.config, self.planner = world, config, planner
         self.schema: BoundSchema | None = None
         self.num_steps = 0
+        self.pace = Pace()
+        self.pin_memory = False
+        """Whether exchanged samples are joined in pinned memory, for a copy to the device that overlaps."""
         self._capacity = 0  # samples a rank's message has room for; the first message is a header alone
         self._settings = _hash(config.settings)
+
+    @property
+    def bound_schema(self) -> BoundSchema:
+        """Known once a batch has been balanced."""
+        assert self.schema is not None
+        return self.schema
 
     def step(self, raw: Raw, compute_ns: int = -1) -> Balanced | None:
         """Balances every rank's `raw`; None when the epoch is over for all of them.
 
         Raises the same kind of error on every rank. `compute_ns` is the time of an earlier step (see Planner).
         """
-        clock = _Clock()
-        local = self._prepare(raw)
-        clock.lap("split")
-        heads, rows = self._gather_lengths(raw, local, compute_ns)
-        clock.lap("stage1_gather_lengths")
+        timed = _Timed()
+        with timed("split"):
+            local = self._prepare(raw)
+        self.pace.wait_for(1)
+        with timed("stage1_gather_lengths"):
+            heads, rows = self._gather_lengths(raw, local, compute_ns)
         if self._is_over(heads):
             return None
-        num_samples = heads[:, _Head.SAMPLES]
-        content = self._gather_candidate_lengths(local, num_samples, rows)
-        clock.lap("stage2_gather_candidates")
+        self.pace.wait_for(2)
+        with timed("stage2_gather_candidates"):
+            content = self._gather_candidate_lengths(local, heads[:, _Head.SAMPLES], rows)
         step = self.num_steps
-        plan, blocks, error = self._plan_and_pack(step, local, heads, rows, content)
-        clock.lap("plan")
-        self._agree(plan, error)
-        assert plan is not None
-        assert blocks is not None
-        batch, error = self._shuffle(raw, local, plan, blocks, rows)
-        clock.lap("stage3_shuffle")
+        with timed("plan"):
+            plan, blocks, error = self._plan_and_pack(step, local, heads, rows, content)
+        self.pace.wait_for(3)
+        with timed("stage3_shuffle"):
+            self._agree(plan, error)
+            assert plan is not None
+            assert blocks is not None
+            batch, error = self._shuffle(raw, local, plan, blocks, rows)
         weights, totals = self._weights(plan, rows)
         self.num_steps += 1
         return Balanced(
-            step=step, batch=batch, plan=plan, weights=weights, total_weights=totals, state=raw.state, error=error,
-            seconds=clock.seconds,
-        )  # fmt: skip
+            step=step,
+            batch=batch,
+            plan=plan,
+            weights=weights,
+            total_weights=totals,
+            error=error,
+            seconds=timed.seconds,
+        )
 
     # ---- stage 1 ----------------------------------------------------------------------------------------------------
 
@@ -390,7 +409,9 @@ class Exchange:
                     here = [Part.whole(c) for c in unpack(self.schema.specs, len(index), received[start:end])]
                 for column_parts, part in zip(parts, here, strict=True):
                     column_parts.append(part)
-            columns = [join(spec, p) for spec, p in zip(self.schema.specs, parts, strict=True)]
+            columns = [
+                join(spec, p, pin_memory=self.pin_memory) for spec, p in zip(self.schema.specs, parts, strict=True)
+            ]
             return self.schema.join(columns, local.split.tree if local.split else None), None
         except Exception as e:
             return None, e
@@ -408,14 +429,18 @@ class Exchange:
         return weights, totals
 
 
-class _Clock:
+class _Timed:
+    """Seconds of each stage, and a range of its name for `torch.profiler`."""
+
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
-        self._last = time.perf_counter()
 
-    def lap(self, name: str) -> None:
-        now = time.perf_counter()
-        self.seconds[name], self._last = now - self._last, now
+    @contextlib.contextmanager
+    def __call__(self, stage: str) -> Generator[None]:
+        start = time.perf_counter()
+        with torch.profiler.record_function(f"fs_data::{stage}"):
+            yield
+        self.seconds[stage] = time.perf_counter() - start
 
 
 def _per_sample(value: Any, num_samples: int, name: str, dtype: Any) -> NDArray[Any]:

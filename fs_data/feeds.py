@@ -31,12 +31,7 @@ class Feeds:
     """The consumers in one model, and what each of them looks up."""
 
     def __init__(self, model: nn.Module, lookups: Mapping[str, Lookups] | None) -> None:
-        inner = model
-        while isinstance(getattr(inner, "module", None), nn.Module):  # DDP and others like it
-            inner = cast("nn.Module", inner.module)
-        found = {n: m for n, m in inner.named_modules() if isinstance(m, IdConsumer)}
-        # A consumer within a consumer is the outer one's business.
-        consumers = {n: m for n, m in found.items() if not any(_is_inside(n, other) for other in found)}
+        consumers = consumers_of(model)
         if lookups is None:
             self.lookups = {n: _by_feature_names(n, m) for n, m in consumers.items()}
         else:
@@ -51,7 +46,7 @@ class Feeds:
                     f"modules {missing} look ids up too; say which, as in {{'{missing[0]}': lambda b: [b['ids']]}}"
                 )
             self.lookups = dict(lookups)
-        self.consumers: dict[str, IdConsumer] = consumers
+        self.consumers = consumers
 
     def prefetch(self, batch: Any) -> None:
         """Hands the ids of `batch` to each module; None says that no batch follows."""
@@ -61,6 +56,16 @@ class Feeds:
     def flush(self) -> None:
         for consumer in self.consumers.values():
             consumer.flush()
+
+
+def consumers_of(model: nn.Module) -> dict[str, IdConsumer]:
+    """The modules of `model` that look ids up ahead, by their names in `named_modules`; wrappers are looked through."""
+    inner = model
+    while isinstance(getattr(inner, "module", None), nn.Module):  # DDP and others like it
+        inner = cast("nn.Module", inner.module)
+    found = {n: m for n, m in inner.named_modules() if isinstance(m, IdConsumer)}
+    # A consumer within a consumer is the outer one's business.
+    return {n: m for n, m in found.items() if not any(_is_inside(n, other) for other in found)}
 
 
 def _is_inside(name: str, other: str) -> bool:

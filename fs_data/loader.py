@@ -15,16 +15,19 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from fs_data.device import Lane
 from fs_data.errors import LoaderError
 from fs_data.exchange import Exchange, ExchangeConfig, OnExhausted
 from fs_data.feeds import Feeds, Lookups
+from fs_data.hooks import Attachment, ComputeTimes
 from fs_data.pipeline import Handed, Pipeline
 from fs_data.plan import Assignment, RuntimeInfo, WorldBatch
 from fs_data.planner import Features, Partition, Planner
 from fs_data.reader import Reader, has_state
 from fs_data.schema import BatchSchema
-from fs_data.stats import LoaderStats, Totals, step_stats
-from fs_data.tree import is_tensor_like, walk
+from fs_data.stats import LoaderStats, ScalarWriter, Totals, step_stats, write_scalars
+from fs_data.tree import walk
+from fs_data.weights import Given
 from fs_data.world import make_world
 
 logger = logging.getLogger(__name__)
@@ -56,9 +59,13 @@ class BalancedDataLoader(Generic[T_co]):
             `loss_scale`. The task `"samples"`, where each sample weighs 1, is always there.
         on_exhausted: When some ranks run out of batches: `"balance"` spreads the rest over all ranks, `"stop"` ends the
             pass on all, `"error"` raises.
+        device: Where batches are to lie when they are handed out; None leaves them where they are. Batches in host
+            memory are exchanged there, pinned, and copied while earlier batches are trained on.
         group: The process group to balance over, which nothing else may use; None makes one of all ranks, or works
             alone where torch.distributed is not initialized.
         timeout_s: The longest wait for the wrapped loader's next batch, or for another rank.
+        writer: Given each step's figures as scalars; anything with TensorBoard's `add_scalar(tag, value, step)`.
+        log_every: Steps between lines of the log at level INFO.
     """
 
     def __init__(
@@ -71,14 +78,19 @@ class BalancedDataLoader(Generic[T_co]):
         length: str | Callable[[Any], Any] | None = None,
         weights: Mapping[str, Callable[[Any], Any]] | None = None,
         on_exhausted: OnExhausted = "balance",
+        device: torch.device | str | int | None = None,
         group: dist.ProcessGroup | None = None,
         timeout_s: float = 600.0,
+        writer: ScalarWriter | None = None,
+        log_every: int = 1000,
     ) -> None:
         if on_exhausted not in ("balance", "stop", "error"):
             raise ValueError(f"on_exhausted must be 'balance', 'stop' or 'error', got {on_exhausted!r}")
         if weights and "samples" in weights:
             raise ValueError("the task 'samples' is built in and weighs every sample 1; name yours otherwise")
-        self._loader = loader
+        if log_every < 1:
+            raise ValueError(f"log_every must be at least 1, got {log_every}")
+        self._loader, self._writer, self._log_every = loader, writer, log_every
         self._timeout_s = timeout_s
         # A peer may legitimately wait as long as this rank's loader takes, and tells of its failure afterwards.
         self._world = make_world(group, timeout_s * 1.1 + 5)
@@ -103,14 +115,18 @@ class BalancedDataLoader(Generic[T_co]):
             _partitioner(partitioner), cost or _default_cost, world_size=self._world.size, host=_hosts(hosts[0])
         )
         self._exchange = Exchange(self._world, config, planner)
+        self._lane = Lane(None if device is None else torch.device(device))
+        self._exchange.pin_memory = self._lane.pins
+        self._times = ComputeTimes()
+        self._attachment: Attachment | None = None
         self._feeds: list[Feeds] = []
         self._pipeline: Pipeline | None = None
         self._own_state: dict[str, Any] | None = None
         self._resume: dict[str, Any] | None = None
-        self._recent: deque[Handed] = deque(maxlen=_REMEMBERED)
+        self._given: deque[Given] = deque(maxlen=_REMEMBERED)
+        self._step = 0
         self._weights_used = False
         self._totals = Totals()
-        self._optimizer_steps = 0
 
     # ---- iteration --------------------------------------------------------------------------------------------------
 
@@ -125,40 +141,55 @@ class BalancedDataLoader(Generic[T_co]):
             skip=0 if has_state(self._loader) else resume.get("count", 0),
             timeout_s=self._timeout_s,
         )
-        self._pipeline = Pipeline(self._world, self._exchange, reader)
+        self._pipeline = Pipeline(self._world, self._exchange, reader, self._lane)
         return self._iterate(self._pipeline)
 
     def _iterate(self, pipeline: Pipeline) -> Iterator[T_co]:
         try:
-            is_first = True
-            while (handed := pipeline.next(self._optimizer_steps)) is not None:
-                if is_first:
-                    self._prefetch(handed.current.batch)
-                self._prefetch(handed.following.batch if handed.following else None)
-                is_first = False
-                self._note(handed)
-                yield cast("T_co", handed.current.batch)
+            fed: Any = None  # the batch whose ids the modules have been told last
+            while (handed := self._next(pipeline)) is not None:
+                batch = handed.current.moved.take() if fed is None else fed
+                if fed is None:
+                    self._prefetch(batch)
+                fed = handed.following.moved.take() if handed.following else None
+                self._prefetch(fed)
+                self._note(handed, batch)
                 del handed  # the batch must not live on while the next is waited for
+                yield cast("T_co", batch)
+                del batch
             if pipeline.end_state is not None:
                 self._own_state = pipeline.end_state | {"step": self._exchange.num_steps}
         finally:
             pipeline.stop("break, or an exception in the loop")
 
+    def _next(self, pipeline: Pipeline) -> Handed | None:
+        step = self._step  # the step that just ended is step − 1; on a GPU the one before it is surely complete
+        optimizer_steps = self._attachment.optimizer_steps if self._attachment else 0
+        with torch.profiler.record_function("fs_data::next"):
+            return pipeline.next(optimizer_steps, self._times.of(step - 2))
+
     def _prefetch(self, batch: Any) -> None:
         for feeds in self._feeds:
             feeds.prefetch(batch)
 
-    def _note(self, handed: Handed) -> None:
-        self._own_state = handed.state | {"step": handed.current.step + 1}
-        self._recent.append(handed)
-        step = step_stats(handed.current, handed.exposed_wait_s)
-        self._totals.add(handed.current, step)
+    def _note(self, handed: Handed, batch: Any) -> None:
+        balanced = handed.current.balanced
+        self._own_state = handed.state | {"step": balanced.step + 1}
+        self._step = balanced.step + 1
+        self._times.begin_step(balanced.step)
+        self._given.append(Given.of(batch, balanced, self._exchange.bound_schema))
+        step = step_stats(balanced, handed.exposed_wait_s, handed.current.wait_s)
+        self._totals.add(balanced, step)
+        if self._writer is not None:
+            write_scalars(self._writer, step)
+        if step.step % self._log_every == self._log_every - 1:
+            logger.info("rank %d: %s", self._world.rank, step.line())
         if step.copies and not self._weights_used:
             self._weights_used = True
             warnings.warn(
                 f"batch {step.step} has fewer samples than ranks, so {step.copies} ranks train on a copy; copies "
-                "weigh 0: use "
-                "loader.loss_scale(batch) or loader.sample_weights(batch), or they count in the loss",
+                "weigh 0: "
+                "use loader.loss_scale(batch) or loader.sample_weights(batch), or they count in the loss",
                 stacklevel=3,
             )
 
@@ -172,14 +203,35 @@ class BalancedDataLoader(Generic[T_co]):
         """
         self._feeds.append(Feeds(model, lookups))
 
+    def attach(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Starts each stage of balancing where the paper does, by hooks on `model` and `optimizer` (see `hooks`).
+
+        It also times this rank's compute in each step, for cost models that learn, and counts its optimizer steps, so
+        that a rank that skips a step alone is an error on all. Must be called on all ranks, or on none.
+        """
+        self.detach()
+        self._attachment = Attachment(model, optimizer, self._exchange.pace, self._times)
+
+    def detach(self) -> None:
+        """Removes the hooks of `attach`."""
+        if self._attachment is not None:
+            self._attachment.remove()
+            self._attachment = None
+
+    def record_compute(self, seconds: float) -> None:
+        """Without `attach`: this rank's own compute time in the current step, waiting for other ranks left out."""
+        self._times.add(lambda: seconds)
+
     def close(self) -> None:
-        """Ends the pass, its threads and the wrapped loader's workers; may be called twice."""
+        """Ends the pass, its threads and the wrapped loader's workers, and removes hooks; may be called twice."""
+        self.detach()
         self._end_pass("closed")
 
     def __enter__(self) -> "BalancedDataLoader[T_co]":
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.detach()
         self._end_pass(f"{type(error).__name__}: {error}" if error else "closed")
 
     def _end_pass(self, reason: str) -> None:
@@ -213,16 +265,16 @@ class BalancedDataLoader(Generic[T_co]):
 
     def _weights(self, batch: Any, task: str) -> tuple[NDArray[np.float64], float]:
         self._weights_used = True
-        handed = next((h for h in reversed(self._recent) if _is_same_batch(h.current.batch, batch)), None)
-        if handed is None:
+        given = next((g for g in reversed(self._given) if g.is_of(batch, self._exchange.bound_schema)), None)
+        if given is None:
             raise ValueError(
-                f"the batch must be one of the last {_REMEMBERED} that this loader gave; a batch moved to a device "
-                "is another "
-                "one: ask before moving it"
+                f"the batch must be one of the last {_REMEMBERED} that this loader gave; a copy on another device is "
+                "not: ask "
+                "before moving it, or let the loader do so (device=…)"
             )
-        if task not in handed.current.weights:
-            raise ValueError(f"task must be one of {list(handed.current.weights)}, got {task!r}")
-        return handed.current.weights[task], handed.current.total_weights[task]
+        if task not in given.weights:
+            raise ValueError(f"task must be one of {list(given.weights)}, got {task!r}")
+        return given.weights[task], given.totals[task]
 
     # ---- state ------------------------------------------------------------------------------------------------------
 
@@ -269,7 +321,7 @@ class BalancedDataLoader(Generic[T_co]):
                     "load_state_dict"
                 )
             cast("Any", self._loader).load_state_dict(own["inner"])
-        self._exchange.num_steps = own["step"]
+        self._exchange.num_steps = self._step = own["step"]
         self._resume = self._own_state = own
 
     # ---- conventions ------------------------------------------------------------------------------------------------
@@ -295,18 +347,6 @@ class BalancedDataLoader(Generic[T_co]):
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._loader, name)
-
-
-def _is_same_batch(given: Any, batch: Any) -> bool:
-    """Whether a batch is the one given out, or a container rebuilt around its tensors."""
-    if given is batch:
-        return True
-    mine, other = _first_leaf(given), _first_leaf(batch)
-    return mine is not None and mine is other
-
-
-def _first_leaf(batch: Any) -> Any:
-    return next((v for _, v in walk({"batch": batch}) if is_tensor_like(v)), None)
 
 
 def _len(loader: object) -> int:

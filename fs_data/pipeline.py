@@ -16,9 +16,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
+from fs_data.device import Lane, Moved
 from fs_data.errors import Disagreement, RankFailed, RankStopped
-from fs_data.exchange import Balanced, Exchange, Raw
+from fs_data.exchange import Balanced, Exchange
 from fs_data.reader import Reader
 from fs_data.world import World, gather_texts
 
@@ -28,11 +30,23 @@ _EXIT_PATIENCE_S = 10.0
 
 
 @dataclass(kw_only=True)
+class Ready:
+    """A balanced batch, on its device or on the way there."""
+
+    balanced: Balanced
+    moved: Moved
+    state: dict[str, Any]
+    """The wrapped loader's after this rank's batch of the step."""
+    wait_s: float
+    """How long the exchange waited for the wrapped loader."""
+
+
+@dataclass(kw_only=True)
 class Handed:
     """What one `next()` gives out."""
 
-    current: Balanced
-    following: Balanced | None
+    current: Ready
+    following: Ready | None
     """The batch after it, whose ids may be prefetched; None at the end."""
     state: dict[str, Any]
     """Where this rank's loader stands for a run that resumes after `current`."""
@@ -43,6 +57,8 @@ class Handed:
 @dataclass(frozen=True)
 class _Request:
     optimizer_steps: int = 0
+    compute_ns: int = -1
+    """Of the step before the last one, for the header of the exchange that follows."""
     stop: str | None = None
     """Why this rank leaves the loop; None to go on."""
 
@@ -50,28 +66,28 @@ class _Request:
 class Pipeline:
     """Starts at once; `next` and `stop` are for the training thread, all that is collective for the background one."""
 
-    def __init__(self, world: World, exchange: Exchange, reader: Reader) -> None:
-        self.world, self.exchange, self.reader = world, exchange, reader
+    def __init__(self, world: World, exchange: Exchange, reader: Reader, lane: Lane) -> None:
+        self.world, self.exchange, self.reader, self.lane = world, exchange, reader, lane
         self.end_state: dict[str, Any] | None = None
         """This rank's state after the whole pass."""
-        self.compute_ns = -1
-        """Compute time of the step that the next header reports."""
         self._requests: queue.SimpleQueue[_Request] = queue.SimpleQueue()
         self._replies: queue.SimpleQueue[Handed | BaseException | None] = queue.SimpleQueue()
+        self._final_state: dict[str, Any] = {}
         self._outcome: BaseException | None = None
         self._over = False
         self._thread = threading.Thread(target=self._run, name="fs_data exchange", daemon=True)
         _stop_at_exit(self)
         self._thread.start()
 
-    def next(self, optimizer_steps: int = 0) -> Handed | None:
+    def next(self, optimizer_steps: int = 0, compute_ns: int = -1) -> Handed | None:
         """The next batch and the one after it; None at the end. Raises what stopped the pass, again at every call."""
         if self._over:
             if self._outcome is not None:
                 raise self._outcome
             return None
         start = time.perf_counter()
-        self._requests.put(_Request(optimizer_steps))
+        self.exchange.pace.allow()
+        self._requests.put(_Request(optimizer_steps, compute_ns))
         # Not forever: whatever the thread waits for has a time limit.
         reply = self._replies.get()
         if isinstance(reply, Handed):
@@ -87,6 +103,7 @@ class Pipeline:
         if not self._over:
             self._over = True
             self._requests.put(_Request(stop=reason))
+        self.exchange.pace.allow()
         self.reader.close()
 
     def join(self, timeout_s: float) -> bool:
@@ -103,33 +120,45 @@ class Pipeline:
         self.reader.close()
 
     def _serve(self) -> None:
-        raw, current = self._balance()
-        if current is None:
-            return
-        next_raw, following = self._balance()
+        self.exchange.pace.allow()
+        current = self._balance(-1)
+        following = self._balance(-1) if current else None
         while current is not None:
             request = self._requests.get()
             if not self._vote(request, current, following):
                 return
-            state = raw.state if next_raw.batch is not None else next_raw.state
+            # A rank whose data ended must not begin them anew when it resumes in the middle of a pass.
+            later = following.state if following else self._final_state
+            state = later if later["exhausted"] else current.state
+            self.exchange.pace.hold()
             self._replies.put(Handed(current=current, following=following, state=state))
-            raw, current = next_raw, following
-            if following is not None:
-                next_raw, following = self._balance()
+            current, following = following, self._balance(request.compute_ns) if following else None
 
-    def _balance(self) -> tuple[Raw, Balanced | None]:
+    def _balance(self, compute_ns: int) -> Ready | None:
         raw = self.reader.take()
-        balanced = self.exchange.step(raw, self.compute_ns)
-        if balanced is None:
-            # The next pass is a whole one; a rank that stops early with the others has no state at the end of its data.
-            inner = raw.state["inner"] if raw.batch is None else None
-            self.end_state = {"inner": inner, "count": 0, "exhausted": False}
-        return Raw(batch=raw.batch is not None or None, state=raw.state), balanced  # the raw batch itself may go
+        with self.lane.enter(raw.batch, raw.drawn):
+            balanced = self.exchange.step(raw, compute_ns)
+            if balanced is None:
+                self._final_state = raw.state
+                # The next pass is a whole one. A rank that stops early with the others has no state at its data's end.
+                inner = raw.state["inner"] if raw.batch is None else None
+                self.end_state = {"inner": inner, "count": 0, "exhausted": False}
+                return None
+            return Ready(balanced=balanced, moved=self._move(balanced), state=raw.state, wait_s=raw.wait_s)
 
-    def _vote(self, request: _Request, current: Balanced, following: Balanced | None) -> bool:
+    def _move(self, balanced: Balanced) -> Moved:
+        if balanced.error is None:
+            try:
+                with torch.profiler.record_function("fs_data::move_to_device"):
+                    return self.lane.move(balanced.batch)
+            except Exception as e:
+                balanced.error = e  # told to the other ranks when all call for the batch
+        return Moved(None)
+
+    def _vote(self, request: _Request, current: Ready, following: Ready | None) -> bool:
         """Whether all ranks go on; raises if only some do, or if one cannot."""
-        error = current.error or (following.error if following else None)
-        step = current.step
+        error = current.balanced.error or (following.balanced.error if following else None)
+        step = current.balanced.step
         mine = np.asarray([error is not None, request.stop is not None, request.optimizer_steps], np.int64)
         failed, stopped, optimizer_steps = self.world.gather(mine, f"all ranks' call for batch {step}").T
         if failed.any():

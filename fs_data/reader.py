@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from fs_data.device import drawn_event
 from fs_data.exchange import Raw
 
 
@@ -77,7 +78,7 @@ class Reader:
         if batch is None:
             raise ValueError(f"the wrapped {type(self._loader).__name__} gave None in place of a batch")
         self._count += 1
-        return Raw(batch=batch, state=snapshot(self._loader, self._count, exhausted=False))
+        return Raw(batch=batch, drawn=drawn_event(batch), state=snapshot(self._loader, self._count, exhausted=False))
 
 
 def snapshot(loader: object, count: int, *, exhausted: bool) -> dict[str, Any]:

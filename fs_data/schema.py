@@ -26,6 +26,7 @@ from fs_data.tree import (
     is_plain,
     is_tensor_like,
     join_path,
+    tensor_in,
     type_name,
     walk,
 )
@@ -165,6 +166,16 @@ class BoundSchema:
         for path, fn in self.derived.items():
             values[path] = fn(batch)
         return fill(tree, values, num_samples)
+
+    def tensor_of(self, batch: object) -> Tensor | None:
+        """A tensor that holds samples of this batch and of no other; None if it has none."""
+        paths = self._paths
+        for path, value in walk(batch):
+            if path in paths:
+                tensor = tensor_in(value)
+                if tensor is not None:
+                    return tensor
+        return None
 
     def history_lengths(self, split: Split) -> NDArray[np.int64]:
         """`(B,)`: the longest row of each sample over all jagged leaves; 1 where the batch has none."""

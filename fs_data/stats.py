@@ -1,7 +1,8 @@
 """What balancing did and what it cost, step by step."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,8 +36,19 @@ class StepStats:
     """Samples repeated with weight 0 for ranks that would have had none."""
     exposed_wait_ms: float
     """How long this rank's training thread was blocked in `next()`."""
+    data_wait_ms: float
+    """How long this rank's exchange waited for the wrapped loader."""
     stage_ms: dict[str, float]
     """Time of this rank's background thread by stage."""
+
+    def line(self) -> str:
+        """For a log."""
+        return (
+            f"batch {self.step}: imbalance {self.imbalance:.2%} (was {self.imbalance_before:.2%}, bound "
+            f"{self.bound:.2%}), "
+            f"{self.bytes_moved / max(self.bytes_total, 1):.1%} of {self.bytes_total} bytes moved, waited "
+            f"{self.exposed_wait_ms:.1f} ms"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,12 +66,29 @@ class LoaderStats:
     copies: int = 0
     exposed_wait_ms: float = 0.0
     """Mean of a step."""
+    data_wait_ms: float = 0.0
     stage_ms: dict[str, float] = field(default_factory=dict[str, float])
     """Means of a step."""
     last: StepStats | None = None
 
 
-def step_stats(balanced: Balanced, exposed_wait_s: float) -> StepStats:
+class ScalarWriter(Protocol):
+    """What TensorBoard's SummaryWriter offers."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None: ...
+
+
+def write_scalars(writer: ScalarWriter, step: StepStats) -> None:
+    """Every figure of the step under `fs_data/`."""
+    for name, value in asdict(step).items():
+        if name == "stage_ms":
+            for stage, ms in step.stage_ms.items():
+                writer.add_scalar(f"fs_data/stage_ms/{stage}", ms, step.step)
+        elif name != "step":
+            writer.add_scalar(f"fs_data/{name}", value, step.step)
+
+
+def step_stats(balanced: Balanced, exposed_wait_s: float, data_wait_s: float) -> StepStats:
     plan = balanced.plan
     before, after = plan.loads()
     sent, received = plan.traffic()
@@ -75,6 +104,7 @@ def step_stats(balanced: Balanced, exposed_wait_s: float) -> StepStats:
         peak_tokens=over_mean(plan.tokens()[1]) + 1,
         copies=int(plan.is_copy.sum()),
         exposed_wait_ms=exposed_wait_s * 1000,
+        data_wait_ms=data_wait_s * 1000,
         stage_ms={name: s * 1000 for name, s in balanced.seconds.items()},
     )
 
@@ -97,6 +127,7 @@ class Totals:
             "max_bound": (1 + step.bound) * before.mean(),
             "moved": step.bytes_moved, "bytes": step.bytes_total, "busiest": step.busiest_rank_bytes,
             "tokens": step.peak_tokens, "copies": step.copies, "wait": step.exposed_wait_ms,
+            "data": step.data_wait_ms,
         }  # fmt: skip
         for name, amount in amounts.items():
             self._sums[name] = self._sums.get(name, 0.0) + float(amount)
@@ -119,6 +150,7 @@ class Totals:
             peak_tokens=s["tokens"] / n,
             copies=int(s["copies"]),
             exposed_wait_ms=s["wait"] / n,
+            data_wait_ms=s["data"] / n,
             stage_ms={name: ms / n for name, ms in self._stages.items()},
             last=self._last,
         )

@@ -148,6 +148,16 @@ def join_path(parent: str, name: str) -> str:
     return f"{parent}.{name}" if parent else name
 
 
+def tensor_in(value: object) -> Tensor | None:
+    """A tensor itself, or the values of a jagged container; None for what holds no tensor directly."""
+    if isinstance(value, Tensor):
+        return value
+    values = getattr(value, "values", None)
+    if callable(values) and type_name(value) in _JAGGED:
+        values = values()
+    return values if isinstance(values, Tensor) else None
+
+
 def is_plain(value: object) -> bool:
     return isinstance(value, _PLAIN)
 
