@@ -131,20 +131,8 @@ class BalancedDataLoader(Generic[T_co]):
     # ---- iteration --------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[T_co]:
-        self._end_pass("a new pass over the data began")
-        resume, self._resume = self._resume or {}, None
-        for feeds in self._feeds:
-            feeds.flush()
-        reader = Reader(
-            self._loader,
-            exhausted=resume.get("exhausted", False),
-            skip=0 if has_state(self._loader) else resume.get("count", 0),
-            timeout_s=self._timeout_s,
-        )
-        self._pipeline = Pipeline(self._world, self._exchange, reader, self._lane)
-        return self._iterate(self._pipeline)
-
-    def _iterate(self, pipeline: Pipeline) -> Iterator[T_co]:
+        # A generator: the pass begins with its first batch, since some trainers call iter() more than once.
+        pipeline = self._begin_pass()
         try:
             fed: Any = None  # the batch whose ids the modules have been told last
             while (handed := self._next(pipeline)) is not None:
@@ -161,6 +149,20 @@ class BalancedDataLoader(Generic[T_co]):
                 self._own_state = pipeline.end_state | {"step": self._exchange.num_steps}
         finally:
             pipeline.stop("break, or an exception in the loop")
+
+    def _begin_pass(self) -> Pipeline:
+        self._end_pass("a new pass over the data began")
+        resume, self._resume = self._resume or {}, None
+        for feeds in self._feeds:
+            feeds.flush()
+        reader = Reader(
+            self._loader,
+            exhausted=resume.get("exhausted", False),
+            skip=0 if has_state(self._loader) else resume.get("count", 0),
+            timeout_s=self._timeout_s,
+        )
+        self._pipeline = Pipeline(self._world, self._exchange, reader, self._lane)
+        return self._pipeline
 
     def _next(self, pipeline: Pipeline) -> Handed | None:
         step = self._step  # the step that just ended is step − 1; on a GPU the one before it is surely complete
@@ -232,7 +234,11 @@ class BalancedDataLoader(Generic[T_co]):
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.detach()
-        self._end_pass(f"{type(error).__name__}: {error}" if error else "closed")
+        try:
+            self._end_pass(f"{type(error).__name__}: {error}" if error else "closed")
+        except LoaderError:
+            if error is None:  # else the loop's own error says more
+                raise
 
     def _end_pass(self, reason: str) -> None:
         pipeline, self._pipeline = self._pipeline, None

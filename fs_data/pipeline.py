@@ -103,8 +103,7 @@ class Pipeline:
         if not self._over:
             self._over = True
             self._requests.put(_Request(stop=reason))
-        self.exchange.pace.allow()
-        self.reader.close()
+        self.exchange.pace.allow()  # the exchange under way is finished first: other ranks are in it too
 
     def join(self, timeout_s: float) -> bool:
         """Waits for the thread to end after `stop` or the last batch; whether it did."""

@@ -88,4 +88,6 @@ def snapshot(loader: object, count: int, *, exhausted: bool) -> dict[str, Any]:
 
 
 def has_state(loader: object) -> bool:
+    # Accelerate's loaders have the methods, and fail in them unless the loader within has them too.
+    loader = getattr(loader, "base_dataloader", loader)
     return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
