@@ -5,10 +5,14 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from hypothesis import settings
 
 from tests.ranks import RankPool
 
 torch.set_num_threads(1)
+# No deadline: how long one example takes says more about the machine than about the code.
+settings.register_profile("freescale", deadline=None)
+settings.load_profile("freescale")
 
 
 @pytest.fixture(scope="session")
