@@ -14,6 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fs_kernels import jagged_permute
+
 
 @dataclass(frozen=True, slots=True)
 class ColumnSpec:
@@ -91,20 +93,44 @@ class Part:
 
 
 def join(spec: ColumnSpec, parts: Iterable[Part], *, pin_memory: bool = False) -> Column:
-    """One column of the samples of all `parts`, part after part; each value is copied once."""
+    """One column of the samples of all `parts`, part after part."""
     parts = [p for p in parts if len(p.index)]
     if not parts:
         return spec.empty()
-    keys = range(spec.num_keys or 1)
-    pieces = [p.column.values[s] for k in keys for p in parts for s in p.column.rows(k, p.index)]
-    num_values = sum(len(piece) for piece in pieces)
-    device = parts[0].column.values.device
-    values = torch.empty(num_values, *spec.shape, dtype=spec.dtype, device=device, pin_memory=pin_memory)
-    torch.cat(pieces, out=values)
+    if parts[0].column.values.is_cuda:
+        values = join_by_kernel(spec, parts)
+    else:
+        values = join_by_slices(spec, parts, pin_memory)
     if spec.num_keys is None:
         return Column(values)
     lengths = np.concatenate([p.column.lengths[:, p.index] for p in parts], axis=1)
     return Column(values, to_offsets(lengths), spec.num_keys)
+
+
+def join_by_slices(spec: ColumnSpec, parts: list[Part], pin_memory: bool = False) -> Tensor:
+    """The joined values, for the host: each is copied once, neighbours together."""
+    pieces = [p.column.values[s] for k in range(spec.num_keys or 1) for p in parts for s in p.column.rows(k, p.index)]
+    values = torch.empty(sum(map(len, pieces)), *spec.shape, dtype=spec.dtype, pin_memory=pin_memory)
+    return torch.cat(pieces, out=values)
+
+
+def join_by_kernel(spec: ColumnSpec, parts: list[Part]) -> Tensor:
+    """The joined values, for a device: a launch for each sample would take longer than one kernel for all."""
+    values = torch.cat([p.column.values for p in parts])
+    num_rows = [p.column.num_samples * p.column.num_keys for p in parts]
+    first_row = np.cumsum([0, *num_rows[:-1]])
+    rows = np.concatenate(
+        [
+            first + k * p.column.num_samples + p.index
+            for k in range(spec.num_keys or 1)
+            for first, p in zip(first_row.tolist(), parts, strict=True)
+        ]
+    )
+    if spec.num_keys is None:
+        return values[torch.from_numpy(rows).to(values.device)]
+    lengths = np.concatenate([p.column.lengths.ravel() for p in parts])
+    offsets, index = (torch.from_numpy(x).to(values.device) for x in (to_offsets(lengths), rows))
+    return jagged_permute(values, offsets, index, out_size=int(lengths[rows].sum()))[0]
 
 
 def to_offsets(lengths: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -5,6 +5,7 @@ values into columns and columns into values of the same type.
 """
 
 import json
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fs_data.column import Column, to_offsets
+from fs_data.column import Column, ColumnSpec, Part, join, to_offsets
 from fs_data.errors import SchemaError
 from fs_data.jagged import JaggedColumn, NestedColumn
 from fs_data.tree import type_name
@@ -248,38 +249,88 @@ class Keyed(Kind):
         kjt = values[0]
         if type_name(kjt) != "KeyedJaggedTensor":
             raise SchemaError(f"is declared Keyed, which means a KeyedJaggedTensor; got a {type(kjt).__name__}")
-        return _KeyedForm(tuple(kjt.keys()), kjt.weights_or_none() is not None)
+        has_shared_rows = bool(kjt.variable_stride_per_key())
+        if has_shared_rows and kjt.inverse_indices_or_none() is None:
+            raise SchemaError(
+                "has a stride of its own for each key, but no inverse_indices that say which row each sample has; "
+                "give it them"
+            )
+        return _KeyedForm(tuple(kjt.keys()), kjt.weights_or_none() is not None, kjt.lengths().dtype, has_shared_rows)
 
 
 @dataclass(frozen=True)
 class _KeyedForm(Form):
+    """A stride of its own for each key comes with inverse indices: which row of the key each sample has.
+
+    Rows that samples share are sent with each of them, and found again by a number of their own, so that they are
+    stored once on the rank where they arrive.
+    """
+
     keys: tuple[str, ...]
     has_weights: bool
+    lengths_dtype: torch.dtype
+    has_shared_rows: bool
 
     def split(self, values: Sequence[Any]) -> list[Column]:
         kjt = values[0]
         if tuple(kjt.keys()) != self.keys:
             raise SchemaError(f"must have the keys {list(self.keys)}, got {list(kjt.keys())}")
-        if kjt.variable_stride_per_key():
-            raise SchemaError("has a stride of its own for each key, which is not supported without inverse indices")
+        if kjt.variable_stride_per_key() != self.has_shared_rows:
+            raise SchemaError("must have one stride for all keys, or one for each, in all batches")
         offsets = _host(kjt.offsets())
-        columns = [Column(kjt.values(), offsets, len(self.keys))]
-        return [*columns, Column(kjt.weights(), offsets, len(self.keys))] if self.has_weights else columns
+        columns = [Column(kjt.values().detach(), offsets, len(self.keys))]
+        if self.has_weights:
+            columns.append(Column(kjt.weights().detach(), offsets, len(self.keys)))
+        return self._spread(kjt, columns) if self.has_shared_rows else columns
 
     def join(self, columns: Sequence[Column]) -> list[Any]:
         from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+        stride: dict[str, Any] = {"stride": columns[0].num_samples}
+        if self.has_shared_rows:
+            columns, stride = self._collapse(columns)
         offsets = _offsets(columns[0])
         weights = columns[1].values if self.has_weights else None
-        return [
-            KeyedJaggedTensor(
-                list(self.keys),
-                columns[0].values,
-                weights=weights,
-                lengths=offsets.diff().to(torch.int32),
-                stride=columns[0].num_samples,
-            )
-        ]
+        lengths = offsets.diff().to(self.lengths_dtype)
+        return [KeyedJaggedTensor(list(self.keys), columns[0].values, weights=weights, lengths=lengths, **stride)]
+
+    def _spread(self, kjt: Any, columns: list[Column]) -> list[Column]:
+        """Columns with a row for each key and sample, and one with each row's number, `(B, K)`."""
+        names, inverse = kjt.inverse_indices()
+        inverse = _host(inverse)[[list(names).index(k) for k in self.keys]]  # (K, B)
+        first = np.cumsum([0, *kjt.stride_per_key()[:-1]])
+        rows = (inverse + first[:, None]).ravel()  # (K * B,) in the rows of all keys
+        spread: list[Column] = []
+        for column in columns:
+            assert column.offsets is not None
+            as_rows = Column(column.values, column.offsets)
+            one = ColumnSpec(column.values.dtype, tuple(column.values.shape[1:]), 1)
+            joined = join(one, [Part(as_rows, rows)])
+            spread.append(Column(joined.values, joined.offsets, len(self.keys)))
+        # Two batches' rows have the same number by chance alone. Not from torch's generator, which models draw from.
+        salt = int.from_bytes(os.urandom(8), "little", signed=True)
+        numbers = (np.int64(salt) ^ rows).reshape(len(self.keys), -1).T
+        return [*spread, Column(torch.from_numpy(numbers.copy()))]
+
+    def _collapse(self, columns: Sequence[Column]) -> tuple[list[Column], dict[str, Any]]:
+        """The first of each key's rows of one number, and the arguments that say how samples share them."""
+        *data, numbers = columns
+        num_samples = numbers.num_samples
+        kept: list[Any] = []
+        inverse: list[Any] = []
+        for key in range(len(self.keys)):
+            _, first, where = np.unique(numbers.values[:, key].cpu().numpy(), return_index=True, return_inverse=True)
+            order = np.argsort(first)
+            kept.append(key * num_samples + first[order])
+            inverse.append(np.argsort(order)[where.ravel()])
+        rows = np.concatenate(kept)
+        collapsed: list[Column] = []
+        for column in data:
+            one = ColumnSpec(column.values.dtype, tuple(column.values.shape[1:]), 1)
+            collapsed.append(join(one, [Part(Column(column.values, column.offsets), rows)]))
+        indices = torch.from_numpy(np.stack(inverse)).to(data[0].values.device)
+        strides = [[len(rows)] for rows in kept]
+        return collapsed, {"stride_per_key_per_rank": strides, "inverse_indices": (list(self.keys), indices)}
 
 
 # ---- Objects, PerBatch, Derived, Group ------------------------------------------------------------------------------

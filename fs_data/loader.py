@@ -7,6 +7,7 @@ import warnings
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Generic, TypeVar, cast
 
 import numpy as np
@@ -25,7 +26,7 @@ from fs_data.plan import Assignment, RuntimeInfo, WorldBatch
 from fs_data.planner import Features, Partition, Planner
 from fs_data.reader import Reader, has_state
 from fs_data.schema import BatchSchema
-from fs_data.stats import LoaderStats, ScalarWriter, Totals, step_stats, write_scalars
+from fs_data.stats import LoaderStats, ScalarWriter, Totals, write_scalars
 from fs_data.tree import walk
 from fs_data.weights import Given
 from fs_data.world import make_world
@@ -180,8 +181,8 @@ class BalancedDataLoader(Generic[T_co]):
         self._step = balanced.step + 1
         self._times.begin_step(balanced.step)
         self._given.append(Given.of(batch, balanced, self._exchange.bound_schema))
-        step = step_stats(balanced, handed.exposed_wait_s, handed.current.wait_s)
-        self._totals.add(balanced, step)
+        step = replace(handed.current.stats, exposed_wait_ms=handed.exposed_wait_s * 1000)
+        self._totals.add(step)
         if self._writer is not None:
             write_scalars(self._writer, step)
         if step.step % self._log_every == self._log_every - 1:

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fs_data.column import Column, ColumnSpec, to_offsets
+from fs_data.column import Column, ColumnSpec, Part, join_by_kernel, to_offsets
 
 _ALIGNMENT = 16
 
@@ -33,9 +33,12 @@ def pack(columns: Sequence[Column], index: NDArray[np.int64], block: Tensor) -> 
     if lengths:
         block[:end] = torch.from_numpy(np.concatenate(lengths)).view(torch.uint8)
     for column in columns:
-        pieces = [as_bytes(column.values[rows]) for k in range(column.num_keys) for rows in column.rows(k, index)]
         start = _align(end)
-        end = start + sum(len(p) for p in pieces)
+        if column.values.is_cuda:
+            pieces = [as_bytes(join_by_kernel(column.spec, [Part(column, index)]))]
+        else:
+            pieces = [as_bytes(column.values[rows]) for k in range(column.num_keys) for rows in column.rows(k, index)]
+        end = start + sum(map(len, pieces))
         torch.cat(pieces, out=block[start:end])
 
 

@@ -22,6 +22,7 @@ from fs_data.device import Lane, Moved
 from fs_data.errors import Disagreement, RankFailed, RankStopped
 from fs_data.exchange import Balanced, Exchange
 from fs_data.reader import Reader
+from fs_data.stats import StepStats, step_stats
 from fs_data.world import World, gather_texts
 
 logger = logging.getLogger(__name__)
@@ -37,8 +38,7 @@ class Ready:
     moved: Moved
     state: dict[str, Any]
     """The wrapped loader's after this rank's batch of the step."""
-    wait_s: float
-    """How long the exchange waited for the wrapped loader."""
+    stats: StepStats
 
 
 @dataclass(kw_only=True)
@@ -143,7 +143,9 @@ class Pipeline:
                 inner = raw.state["inner"] if raw.batch is None else None
                 self.end_state = {"inner": inner, "count": 0, "exhausted": False}
                 return None
-            return Ready(balanced=balanced, moved=self._move(balanced), state=raw.state, wait_s=raw.wait_s)
+            return Ready(
+                balanced=balanced, moved=self._move(balanced), state=raw.state, stats=step_stats(balanced, raw.wait_s)
+            )
 
     def _move(self, balanced: Balanced) -> Moved:
         if balanced.error is None:

@@ -24,6 +24,10 @@ class StepStats:
     """The same after balancing."""
     bound: float
     """What no plan can beat: the most expensive sample against the mean of a rank."""
+    mean_cost_before: float
+    """Of a rank."""
+    mean_cost: float
+    """Of a rank, after balancing; copies add to it."""
     bytes_moved: int
     """Sent between ranks, over all ranks."""
     bytes_total: int
@@ -34,11 +38,11 @@ class StepStats:
     """Most tokens of a rank over the mean after balancing: activation memory grows with it."""
     copies: int
     """Samples repeated with weight 0 for ranks that would have had none."""
-    exposed_wait_ms: float
+    exposed_wait_ms: float = 0.0
     """How long this rank's training thread was blocked in `next()`."""
-    data_wait_ms: float
+    data_wait_ms: float = 0.0
     """How long this rank's exchange waited for the wrapped loader."""
-    stage_ms: dict[str, float]
+    stage_ms: dict[str, float] = field(default_factory=dict[str, float])
     """Time of this rank's background thread by stage."""
 
     def line(self) -> str:
@@ -88,7 +92,8 @@ def write_scalars(writer: ScalarWriter, step: StepStats) -> None:
             writer.add_scalar(f"fs_data/{name}", value, step.step)
 
 
-def step_stats(balanced: Balanced, exposed_wait_s: float, data_wait_s: float) -> StepStats:
+def step_stats(balanced: Balanced, data_wait_s: float) -> StepStats:
+    """All but the exposed wait, which only the training thread knows."""
     plan = balanced.plan
     before, after = plan.loads()
     sent, received = plan.traffic()
@@ -98,12 +103,13 @@ def step_stats(balanced: Balanced, exposed_wait_s: float, data_wait_s: float) ->
         imbalance_before=over_mean(before),
         imbalance=over_mean(after),
         bound=_bound(plan),
+        mean_cost_before=float(before.mean()),
+        mean_cost=float(after.mean()),
         bytes_moved=int(sent.sum()),
         bytes_total=int(plan.features.num_bytes.sum()),
         busiest_rank_bytes=int(max(sent.max(), received.max())),
         peak_tokens=over_mean(plan.tokens()[1]) + 1,
         copies=int(plan.is_copy.sum()),
-        exposed_wait_ms=exposed_wait_s * 1000,
         data_wait_ms=data_wait_s * 1000,
         stage_ms={name: s * 1000 for name, s in balanced.seconds.items()},
     )
@@ -118,13 +124,12 @@ class Totals:
         self._stages: dict[str, float] = {}
         self._last: StepStats | None = None
 
-    def add(self, balanced: Balanced, step: StepStats) -> None:
-        before, after = balanced.plan.loads()
+    def add(self, step: StepStats) -> None:
         self.steps += 1
         amounts = {
-            "max_before": before.max(), "mean_before": before.mean(),
-            "max_after": after.max(), "mean_after": after.mean(),
-            "max_bound": (1 + step.bound) * before.mean(),
+            "mean_before": step.mean_cost_before, "max_before": (1 + step.imbalance_before) * step.mean_cost_before,
+            "mean_after": step.mean_cost, "max_after": (1 + step.imbalance) * step.mean_cost,
+            "max_bound": (1 + step.bound) * step.mean_cost_before,
             "moved": step.bytes_moved, "bytes": step.bytes_total, "busiest": step.busiest_rank_bytes,
             "tokens": step.peak_tokens, "copies": step.copies, "wait": step.exposed_wait_ms,
             "data": step.data_wait_ms,

@@ -90,6 +90,27 @@ def _kjt(weighted: bool) -> Callable[[Ids], KeyedJaggedTensor]:
     return make
 
 
+def _shared_kjt(ids: Ids) -> KeyedJaggedTensor:
+    """Samples with equal i % 2 share a row of the first key, with equal i % 3 one of the second."""
+    first = [list(dict.fromkeys(i % m for i in ids)) for m in (2, 3)]
+    rows = [(_rows(kinds, salt)) for salt, kinds in enumerate(first, start=1)]
+    inverse = [[kinds.index(i % m) for i in ids] for m, kinds in zip((2, 3), first, strict=True)]
+    return KeyedJaggedTensor(
+        ["a", "b"],
+        torch.cat([v for v, _ in rows]),
+        lengths=torch.cat([n for _, n in rows]),
+        stride_per_key_per_rank=[[len(kinds)] for kinds in first],
+        inverse_indices=(["a", "b"], torch.tensor(inverse)),
+    )
+
+
+def _shared_per_sample(kjt: KeyedJaggedTensor) -> list[Any]:
+    _, inverse = kjt.inverse_indices()
+    rows = [_split(kjt[k].values(), kjt[k].lengths()) for k in kjt.keys()]
+    assert all(sorted(set(used)) == list(range(len(r))) for used, r in zip(inverse.tolist(), rows, strict=True))
+    return [[r[i] for r, i in zip(rows, where, strict=True)] for where in inverse.T.tolist()]
+
+
 def _kjt_per_sample(kjt: KeyedJaggedTensor) -> list[Any]:
     assert list(kjt.keys()) == ["a", "b", "c"]
     columns = [_split(kjt[k].values(), kjt[k].lengths()) for k in kjt.keys()]
@@ -144,6 +165,7 @@ LEAVES: dict[str, LeafMaker] = {
     ),
     "keyed": LeafMaker(_kjt(False), _kjt_per_sample),
     "keyed with weights": LeafMaker(_kjt(True), _kjt_per_sample),
+    "keyed with shared rows": LeafMaker(_shared_kjt, _shared_per_sample),
     "objects": LeafMaker(
         lambda ids: [{"id": i, "tags": ("x", [None, True, i / 3])} if i % 3 else f"é{i}" for i in ids],
         lambda x: list(x),
