@@ -76,7 +76,7 @@ def test_neighbours_share_a_slice() -> None:
 
 def test_sections_are_aligned_for_every_dtype() -> None:
     odd = Column(torch.zeros(3, 5, dtype=torch.uint8))
-    wide = Column(torch.arange(3, dtype=torch.complex128))
+    wide = Column(torch.arange(3).to(torch.complex128))
     block = torch.zeros(block_bytes(2, odd.sample_bytes() + wide.sample_bytes()), dtype=torch.uint8)
     pack([odd, wide], np.arange(3), block)
     assert unpack([odd.spec, wide.spec], 3, block)[1].values.tolist() == [0, 1, 2]

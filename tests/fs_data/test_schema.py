@@ -211,7 +211,7 @@ def test_schemas_of_different_batches_differ_and_of_like_batches_agree() -> None
         return BatchSchema().bind({"x": torch.zeros(2), **leaves}).fingerprint
 
     variants = [
-        {}, {"y": torch.zeros(2)}, {"z": torch.zeros(2)}, {"y": torch.zeros(2, 1)}, {"y": torch.zeros(2, dtype=torch.int32)},
+        {}, {"y": torch.zeros(2)}, {"z": torch.zeros(2)}, {"y": torch.zeros(2, 1)}, {"y": torch.zeros(2).int()},
         {"y": ["a", "b"]}, {"y": JaggedColumn.from_lengths(torch.zeros(2), torch.tensor([1, 1]))},
         {"y": KeyedJaggedTensor(["a"], torch.zeros(2), lengths=torch.tensor([1, 1]))},
         {"y": KeyedJaggedTensor(["b"], torch.zeros(2), lengths=torch.tensor([1, 1]))},
