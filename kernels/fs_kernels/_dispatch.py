@@ -25,6 +25,6 @@ def resolve_impl(impl: Impl, x: Tensor) -> Literal["triton", "reference"]:
 
 
 def torch_only(impl: Impl, op: str) -> None:
-    """For operations without a Triton kernel: the reference runs on every device, and a request for Triton is refused."""
+    """For operations without a Triton kernel: the reference runs everywhere, and a request for Triton is refused."""
     if impl not in ("auto", "reference"):
         raise ValueError(f"{op} has no Triton kernel: use impl='auto' or 'reference', got {impl!r}")

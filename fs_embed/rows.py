@@ -1,0 +1,57 @@
+"""Who owns which row: tables cut by rows into one contiguous block a rank, with TorchRec's boundaries.
+
+Several tables of one width live in one store: a rank's blocks stand one after another in its local weight, so that a
+row is a (rank, slot) pair and the two numbers make one integer key. Pure arithmetic, the same on every rank.
+
+Legend: R ranks, T tables, n ids.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TableConfig:
+    """One embedding table; the names are those of TorchRec's `EmbeddingConfig`, which works in its place."""
+
+    name: str
+    num_embeddings: int
+    """Rows."""
+    embedding_dim: int
+    feature_names: Sequence[str] = ()
+    """Features of a `KeyedJaggedTensor` that look up here."""
+
+
+class RowShards:
+    """The blocks of all tables of a store: rank r owns rows `r·c` to `(r + 1)·c` of a table, `c = ceil(rows / R)`."""
+
+    def __init__(self, num_rows: Sequence[int], world_size: int) -> None:
+        self.num_rows, self.world_size = tuple(num_rows), world_size
+        self.block_rows = tuple(max(1, -(-n // world_size)) for n in num_rows)  # c of each table
+        sizes = [[self._bounds(t, r) for t in range(len(num_rows))] for r in range(world_size)]
+        self._slots = [[stop - start for start, stop in of_rank] for of_rank in sizes]  # (R, T) rows of each block
+        self.num_slots = max((sum(of_rank) for of_rank in self._slots), default=0)
+        """Local rows of the fullest rank: keys are `rank · num_slots + slot`."""
+
+    def _bounds(self, table: int, rank: int) -> tuple[int, int]:
+        n, c = self.num_rows[table], self.block_rows[table]
+        return min(rank * c, n), min((rank + 1) * c, n)
+
+    def owned(self, table: int, rank: int) -> range:
+        """The rows of a table that a rank owns."""
+        return range(*self._bounds(table, rank))
+
+    def local_slots(self, table: int, rank: int) -> slice:
+        """Where those rows stand in the rank's local weight."""
+        start = sum(self._slots[rank][:table])
+        return slice(start, start + self._slots[rank][table])
+
+    def keys(self, table: int, ids: Tensor) -> Tensor:
+        """`(n,)` int64: `rank · num_slots + slot` of each row of `ids` `(n,)`, any integer dtype."""
+        ids = ids.long()
+        rank = ids // self.block_rows[table]
+        first = torch.tensor([sum(of_rank[:table]) for of_rank in self._slots], device=ids.device)  # (R,)
+        return rank * self.num_slots + first[rank] + ids - rank * self.block_rows[table]
