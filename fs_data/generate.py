@@ -1,0 +1,115 @@
+"""Synthetic histories: lengths as the paper describes them, items that a sequence model can learn, any number of users.
+
+The paper's users: a majority has more than 2,000 items, few more than 16,000, none more than 21,000. A lognormal of
+median 3,500 and σ 0.9, clipped, gives that; a shorter `max_length` scales the median with it.
+
+Items: popularity is Zipf-like, and an item is followed by one of a few successors of its own most of the time, so that
+a model's loss really falls as it learns them.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+
+_PAPER_MAX, _PAPER_MEDIAN, _SIGMA = 21_000, 3_500, 0.9
+_SUCCESSORS = 4
+_MULTIPLIER = 0x9E3779B97F4A7C15 >> 1  # odd after the shift and | 1: a bijection of 64-bit integers
+
+
+@dataclass(frozen=True, slots=True)
+class ItemWalk:
+    """How users go from item to item."""
+
+    num_items: int
+    exponent: float
+    """Of the Zipf-like popularity; 0 makes all items alike, more makes consecutive batches share more rows."""
+    follow: float
+    """How often the next item is a successor of the one before."""
+
+    def popular(self, rng: np.random.Generator, n: int) -> Ints:
+        """`(n,)` items from 1 to `num_items`, by popularity: the inverse of the distribution's cumulative function."""
+        u = rng.random(n)
+        if abs(self.exponent - 1) < 1e-9:
+            rank = np.exp(u * np.log(self.num_items + 1))
+        else:
+            power = 1 - self.exponent
+            rank = (u * ((self.num_items + 1) ** power - 1) + 1) ** (1 / power)
+        return np.clip(rank.astype(np.int64), 1, self.num_items)
+
+    def histories(self, rng: np.random.Generator, lengths: Ints) -> Ints:
+        """Items of all users, back to back: all users take their t-th step together."""
+        offsets = np.concatenate(([0], np.cumsum(lengths)))
+        items = self.popular(rng, int(offsets[-1]))
+        follows = rng.random(len(items)) < self.follow
+        which = rng.integers(0, _SUCCESSORS, len(items))
+        by_length = np.argsort(-lengths, kind="stable")  # those who still walk at step t come first
+        still = np.searchsorted(-lengths[by_length], -np.arange(1, lengths.max(initial=0) + 1), side="right")
+        for t in range(1, len(still)):
+            place = offsets[:-1][by_length[: still[t]]] + t
+            place = place[follows[place]]
+            items[place] = self.successor(items[place - 1], which[place])
+        return items
+
+    def successor(self, item: Ints, which: Ints) -> Ints:
+        """The `which`-th item that tends to follow `item`, popular items more often than not."""
+        mixed = (item * _SUCCESSORS + which).astype(np.uint64) * np.uint64(_MULTIPLIER | 1)
+        u = (mixed >> np.uint64(11)).astype(np.float64) / 2**53
+        return 1 + (u**2 * self.num_items).astype(np.int64)
+
+
+def draw_lengths(rng: np.random.Generator, n: int, *, max_length: int, min_length: int = 3) -> Ints:
+    """`(n,)` history lengths, distributed as the paper's, scaled to `max_length`."""
+    median = _PAPER_MEDIAN * max_length / _PAPER_MAX
+    return rng.lognormal(np.log(median), _SIGMA, n).clip(min_length, max_length).astype(np.int64)
+
+
+def write_histories(
+    path: str | Path,
+    *,
+    num_users: int,
+    num_items: int = 1_000_000,
+    max_length: int = _PAPER_MAX,
+    exponent: float = 1.05,
+    follow: float = 0.8,
+    seed: int = 0,
+    rows_per_group: int = 256,
+) -> None:
+    """Writes a parquet file of histories: columns `user` int64, `history` list<int64>, `validation` and `test` int64.
+
+    The last two items of each user are held out. Memory stays that of one row group, whatever the number of users; the
+    same arguments give the same file.
+
+    Raises:
+        ValueError: A number that is not positive.
+    """
+    for name, value in {"num_users": num_users, "num_items": num_items, "rows_per_group": rows_per_group}.items():
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    if max_length < 3:
+        raise ValueError(f"max_length must be at least 3, one item to train on and two held out, got {max_length}")
+    walk = ItemWalk(num_items, exponent, follow)
+    names = ["user", "history", "validation", "test"]
+    schema = pa.schema([(n, pa.list_(pa.int64()) if n == "history" else pa.int64()) for n in names])
+    with pq.ParquetWriter(path, schema) as writer:
+        for first in range(0, num_users, rows_per_group):
+            n = min(rows_per_group, num_users - first)
+            rng = np.random.default_rng((seed, first))
+            lengths = draw_lengths(rng, n, max_length=max_length)
+            items = walk.histories(rng, lengths)
+            ends = np.cumsum(lengths)
+            kept = np.ones(len(items), bool)
+            kept[ends - 1] = kept[ends - 2] = False
+            offsets = np.concatenate(([0], np.cumsum(lengths - 2))).astype(np.int32)
+            columns = [
+                pa.array(np.arange(first, first + n)),
+                pa.ListArray.from_arrays(pa.array(offsets), pa.array(items[kept])),
+                pa.array(items[ends - 2]),
+                pa.array(items[ends - 1]),
+            ]
+            writer.write_table(pa.table(columns, schema=schema), row_group_size=n)
