@@ -6,8 +6,8 @@ from fs_data.jagged import JaggedColumn, NestedColumn
 from fs_data.leaves import Dense, Derived, Group, Jagged, Keyed, Nested, Objects, PerBatch
 from fs_data.loader import BalancedDataLoader
 from fs_data.plan import Assignment, RuntimeInfo, WorldBatch
-from fs_data.planner import Features
 from fs_data.schema import BatchSchema
+from fs_data.shuffle_plan import Features
 from fs_data.stats import LoaderStats, StepStats
 
 __all__ = [

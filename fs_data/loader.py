@@ -21,11 +21,13 @@ from fs_data.errors import LoaderError
 from fs_data.exchange import Exchange, ExchangeConfig, OnExhausted
 from fs_data.feeds import Feeds, Lookups
 from fs_data.hooks import Attachment, ComputeTimes
+from fs_data.local import Held, Measures
+from fs_data.partition import make
 from fs_data.pipeline import Handed, Pipeline
-from fs_data.plan import Assignment, RuntimeInfo, WorldBatch
-from fs_data.planner import Features, Partition, Planner
+from fs_data.planner import Partition, Planner
 from fs_data.reader import Reader, has_state
 from fs_data.schema import BatchSchema
+from fs_data.shuffle_plan import Features
 from fs_data.stats import LoaderStats, ScalarWriter, Totals, write_scalars
 from fs_data.tree import walk
 from fs_data.weights import Given
@@ -36,6 +38,9 @@ logger = logging.getLogger(__name__)
 T_co = TypeVar("T_co", covariant=True)
 
 _STATE_VERSION = 1
+_BEGINNING: dict[str, Any] = {
+    "inner": None, "count": 0, "exhausted": False, "step": 0, "held": None, "planner": {},
+}  # fmt: skip
 _REMEMBERED = 4  # batches whose weights are kept; pipelines hold up to three
 
 
@@ -58,6 +63,8 @@ class BalancedDataLoader(Generic[T_co]):
             gives them; None takes the longest jagged row of each sample.
         weights: Loss weights of samples by task, as functions of a batch that give `(B,)` numbers of at least 0; see
             `loss_scale`. The task `"samples"`, where each sample weighs 1, is always there.
+        defer: Steps that a sample may wait whose cost alone exceeds a rank's mean, until there is one for each rank; 0
+            lets none wait, so that no sample changes its step.
         on_exhausted: When some ranks run out of batches: `"balance"` spreads the rest over all ranks, `"stop"` ends the
             pass on all, `"error"` raises.
         device: Where batches are to lie when they are handed out; None leaves them where they are. Batches in host
@@ -78,6 +85,7 @@ class BalancedDataLoader(Generic[T_co]):
         cost: Callable[[Features], NDArray[np.int64]] | None = None,
         length: str | Callable[[Any], Any] | None = None,
         weights: Mapping[str, Callable[[Any], Any]] | None = None,
+        defer: int = 0,
         on_exhausted: OnExhausted = "balance",
         device: torch.device | str | int | None = None,
         group: dist.ProcessGroup | None = None,
@@ -89,6 +97,8 @@ class BalancedDataLoader(Generic[T_co]):
             raise ValueError(f"on_exhausted must be 'balance', 'stop' or 'error', got {on_exhausted!r}")
         if weights and "samples" in weights:
             raise ValueError("the task 'samples' is built in and weighs every sample 1; name yours otherwise")
+        if defer < 0:
+            raise ValueError(f"defer must be at least 0 steps, got {defer}")
         if log_every < 1:
             raise ValueError(f"log_every must be at least 1, got {log_every}")
         self._loader, self._writer, self._log_every = loader, writer, log_every
@@ -101,19 +111,23 @@ class BalancedDataLoader(Generic[T_co]):
             (
                 f"partitioner={_name(partitioner)}",
                 f"cost={_name(cost)}",
+                f"defer={defer}",
                 f"on_exhausted={on_exhausted}",
                 f"weights={list(weights)}",
             )
         )
-        config = ExchangeConfig(
-            schema=schema, length=_length(length), weights=weights, on_exhausted=on_exhausted, settings=settings
-        )
+        measures = Measures(length=_length(length), weights=weights)
+        config = ExchangeConfig(schema=schema, measures=measures, on_exhausted=on_exhausted, settings=settings)
         hosts = self._world.gather(
             np.asarray([zlib.crc32(socket.gethostname().encode()), _len(loader)]), "construction"
         ).T
         self._len = int(hosts[1].max()) if (hosts[1] >= 0).all() else None
         planner = Planner(
-            _partitioner(partitioner), cost or _default_cost, world_size=self._world.size, host=_hosts(hosts[0])
+            make(partitioner) if isinstance(partitioner, str) else partitioner,
+            cost or _default_cost,
+            world_size=self._world.size,
+            host=_hosts(hosts[0]),
+            max_wait=defer,
         )
         self._exchange = Exchange(self._world, config, planner)
         self._lane = Lane(None if device is None else torch.device(device))
@@ -147,13 +161,17 @@ class BalancedDataLoader(Generic[T_co]):
                 yield cast("T_co", batch)
                 del batch
             if pipeline.end_state is not None:
-                self._own_state = pipeline.end_state | {"step": self._exchange.num_steps}
+                planner_state = self._exchange.planner.state_dict()
+                ended = {"step": self._exchange.num_steps, "held": None, "planner": planner_state}
+                self._own_state = pipeline.end_state | ended
         finally:
             pipeline.stop("break, or an exception in the loop")
 
     def _begin_pass(self) -> Pipeline:
         self._end_pass("a new pass over the data began")
         resume, self._resume = self._resume or {}, None
+        held = resume.get("held")
+        self._exchange.held = Held.from_state(held) if held else None
         for feeds in self._feeds:
             feeds.flush()
         reader = Reader(
@@ -161,6 +179,7 @@ class BalancedDataLoader(Generic[T_co]):
             exhausted=resume.get("exhausted", False),
             skip=0 if has_state(self._loader) else resume.get("count", 0),
             timeout_s=self._timeout_s,
+            tells_last=self._exchange.planner.max_wait > 0,  # samples must not wait for a step that never comes
         )
         self._pipeline = Pipeline(self._world, self._exchange, reader, self._lane)
         return self._pipeline
@@ -177,7 +196,8 @@ class BalancedDataLoader(Generic[T_co]):
 
     def _note(self, handed: Handed, batch: Any) -> None:
         balanced = handed.current.balanced
-        self._own_state = handed.state | {"step": balanced.step + 1}
+        held = balanced.held.state_dict() if balanced.held else None
+        self._own_state = handed.state | {"step": balanced.step + 1, "held": held, "planner": balanced.planner_state}
         self._step = balanced.step + 1
         self._times.begin_step(balanced.step)
         self._given.append(Given.of(batch, balanced, self._exchange.bound_schema))
@@ -291,7 +311,7 @@ class BalancedDataLoader(Generic[T_co]):
         Only this rank's: no communication. Its keys are the same before the first batch, as
         `torch.distributed.checkpoint` needs, and name the rank, so that each rank loads its own.
         """
-        own = self._own_state or {"inner": None, "count": 0, "exhausted": False, "step": 0}
+        own = self._own_state or _BEGINNING
         if not has_state(self._loader) and own["count"]:
             logger.warning(
                 "the wrapped %s has no state_dict: resuming will draw and drop %d batches, which is exact only if it "
@@ -329,6 +349,7 @@ class BalancedDataLoader(Generic[T_co]):
                 )
             cast("Any", self._loader).load_state_dict(own["inner"])
         self._exchange.num_steps = self._step = own["step"]
+        self._exchange.planner.load_state_dict(own["planner"])
         self._resume = self._own_state = own
 
     # ---- conventions ------------------------------------------------------------------------------------------------
@@ -386,20 +407,6 @@ def _length(length: str | Callable[[Any], Any] | None) -> Callable[[Any], Any] |
 def _name(value: object) -> str:
     """What all ranks must have alike, as text without addresses."""
     return str(getattr(value, "__qualname__", None) or (value if isinstance(value, str) else type(value).__qualname__))
-
-
-def _partitioner(partitioner: str | Partition) -> Partition:
-    if not isinstance(partitioner, str):
-        return partitioner
-    try:
-        from fs_data.partition import make  # pyright: ignore
-    except ImportError:
-        return _identity
-    return make(partitioner)
-
-
-def _identity(world: WorldBatch, runtime: RuntimeInfo) -> Assignment:
-    return world.rank.copy()
 
 
 def _default_cost(features: Features) -> NDArray[np.int64]:

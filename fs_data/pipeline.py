@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from fs_data.agree import raise_failures
 from fs_data.device import Lane, Moved
-from fs_data.errors import Disagreement, RankFailed, RankStopped
+from fs_data.errors import Disagreement, RankStopped
 from fs_data.exchange import Balanced, Exchange
 from fs_data.reader import Reader
 from fs_data.stats import StepStats, step_stats
@@ -162,10 +163,7 @@ class Pipeline:
         step = current.balanced.step
         mine = np.asarray([error is not None, request.stop is not None, request.optimizer_steps], np.int64)
         failed, stopped, optimizer_steps = self.world.gather(mine, f"all ranks' call for batch {step}").T
-        if failed.any():
-            texts = gather_texts(self.world, f"{type(error).__name__}: {error}" if error else "")
-            ranks = tuple(np.flatnonzero(failed).tolist())
-            raise RankFailed(ranks, "; ".join(f"rank {r} failed at batch {step}: {texts[r]}" for r in ranks)) from error
+        raise_failures(self.world, failed, error, step)
         if stopped.all():
             return False
         if stopped.any():

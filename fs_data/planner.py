@@ -1,115 +1,38 @@
-"""From gathered numbers to a plan: costs, groups, the partition function, its check, and copies for ranks left empty.
+"""From gathered numbers to a plan: costs, groups, who waits, the partition function, its check, copies for empty ranks.
 
-Legend: N samples of all ranks, R ranks, U units (groups, or single samples), M places (N, and copies).
+Legend: N samples of all ranks, R ranks, U units (groups, or single samples), M places (samples that are trained on in
+this step, and copies).
 """
 
-import hashlib
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fs_data.errors import LoaderError
+from fs_data.partition import identity
 from fs_data.plan import Assignment, RuntimeInfo, WorldBatch
+from fs_data.shuffle_plan import Features, Plan
 
 Ints = NDArray[np.int64]
 Partition = Callable[[WorldBatch, RuntimeInfo], Assignment]
 
-_HISTORY = 64
+LAG = 4
+"""The times that travel with batch i are those of batch i − 4: batch i is planned during step i − 2, and a GPU may
+still be at work on the step before that one."""
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Features:
-    """What is known of all ranks' samples, in global order; every array is `(N,)` int64."""
-
-    rank: Ints
-    num_tokens: Ints
-    """Length of the history."""
-    num_candidates: Ints
-    content_sum: Ints
-    """Items of all candidates' content."""
-    content_sum_of_squares: Ints
-    num_bytes: Ints
-    group: Ints | None = None
-    """Samples with equal keys stay together; None where the schema has no groups."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """Who trains on what. Entries are sorted by destination, then by global index."""
-
-    world_size: int
-    sample: Ints
-    """`(M,)`: global index of each place's sample."""
-    destination: Ints
-    """`(M,)`: its rank."""
-    is_copy: NDArray[np.bool_]
-    """`(M,)`: True where a sample only fills a rank that would have none, and weighs 0."""
-    features: Features
-    cost: Ints
-    """`(N,)`."""
-
-    @cached_property
-    def fingerprint(self) -> int:
-        """63 bits that differ between ranks that would exchange different samples."""
-        data = self.sample.tobytes() + self.destination.tobytes()
-        return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 1
-
-    @cached_property
-    def moves_anything(self) -> bool:
-        return bool((self.features.rank[self.sample] != self.destination).any())
-
-    def received(self, rank: int) -> slice:
-        """The entries that end on `rank`."""
-        return slice(int(self._bounds[rank]), int(self._bounds[rank + 1]))
-
-    def sent(self, source: int, destination: int) -> Ints:
-        """The samples, counted within the batch of `source`, that `destination` takes from it, ascending."""
-        samples = self.sample[self.received(destination)]
-        first, stop = self._first[source], self._first[source + 1]
-        a, b = np.searchsorted(samples, (first, stop))
-        return samples[a:b] - first
-
-    def keeps_all(self, rank: int) -> bool:
-        """Whether `rank` trains on exactly the batch that it brought."""
-        here = self.sample[self.received(rank)]
-        first, stop = self._first[rank], self._first[rank + 1]
-        return bool(len(here)) and len(here) == stop - first and here[0] == first and here[-1] == stop - 1
-
-    def loads(self) -> tuple[Ints, Ints]:
-        """`(R,)` costs of each rank before and after; copies count, since they are computed too."""
-        return self._by_rank(self.features.rank, self.cost), self._by_rank(self.destination, self.cost[self.sample])
-
-    def tokens(self) -> tuple[Ints, Ints]:
-        """`(R,)` tokens of each rank before and after."""
-        tokens = self.features.num_tokens
-        return self._by_rank(self.features.rank, tokens), self._by_rank(self.destination, tokens[self.sample])
-
-    def traffic(self) -> tuple[Ints, Ints]:
-        """`(R,)` bytes that each rank sends and receives."""
-        source = self.features.rank[self.sample]
-        moved = np.where(source != self.destination, self.features.num_bytes[self.sample], 0)
-        return self._by_rank(source, moved), self._by_rank(self.destination, moved)
-
-    def _by_rank(self, rank: Ints, amount: Ints) -> Ints:
-        total = np.zeros(self.world_size, np.int64)
-        np.add.at(total, rank, amount)
-        return total
-
-    @cached_property
-    def _bounds(self) -> Ints:
-        return np.searchsorted(self.destination, np.arange(self.world_size + 1))
-
-    @cached_property
-    def _first(self) -> Ints:
-        return np.searchsorted(self.features.rank, np.arange(self.world_size + 1))
+_HISTORY = 64  # steps of compute times that partition functions see
 
 
 class Planner:
-    """Holds the partition function and the cost model, and what they remember from step to step."""
+    """Holds the partition function and the cost model, and what they remember from step to step.
+
+    Either may have `observe(plan, compute_ns)`, called with the plan of an earlier step and the times `(R,)` that ranks
+    then computed for, and `state_dict`/`load_state_dict`. A cost model may have `coefficients()` and
+    `adopt(coefficients)`: up to four integers, of which rank 0's are used by all ranks.
+    """
 
     def __init__(
         self,
@@ -118,70 +41,115 @@ class Planner:
         *,
         world_size: int,
         host: Ints | None = None,
+        max_wait: int = 0,
     ) -> None:
-        self.partition, self.cost, self.world_size = partition, cost, world_size
-        self.host = np.zeros(0, np.int64) if host is None else host
-        self._compute_ns: list[Ints] = []
+        self.partition, self.cost, self.max_wait = partition, cost, max_wait
+        self.world_size, self.host = world_size, np.zeros(0, np.int64) if host is None else host
+        self._compute_ns: deque[Ints] = deque(maxlen=_HISTORY)
+        self._plans: dict[int, Plan] = {}  # by step, those whose times are still to come
 
     def coefficients(self) -> Ints:
         """This rank's cost coefficients; those of rank 0 are used by all."""
-        return np.zeros(0, np.int64)
+        found = self.cost.coefficients() if hasattr(self.cost, "coefficients") else ()  # pyright: ignore
+        return np.asarray(found, np.int64)
 
-    def plan(self, step: int, features: Features, compute_ns: Ints, coefficients: Ints) -> Plan:
+    def plan(
+        self, step: int, features: Features, compute_ns: Ints, coefficients: Ints, *, is_last: bool = False
+    ) -> Plan:
         """The same plan on every rank, from gathered numbers.
 
         Args:
             step: Counts the loader's batches.
-            compute_ns: `(R,)` times of one earlier step; −1 where a rank has none.
+            compute_ns: `(R,)` times of step − LAG; −1 where a rank has none.
             coefficients: `(R, 4)`.
+            is_last: No rank's loader has more, so nothing may wait.
         """
         num_samples = len(features.rank)
         if not num_samples:
             raise LoaderError(f"batch {step} is empty on every rank; at least one rank's loader must give samples")
-        if (compute_ns >= 0).all():
-            self._compute_ns = [*self._compute_ns[1 - _HISTORY :], compute_ns]
+        self._observe(step - LAG, compute_ns)
+        if hasattr(self.cost, "adopt"):
+            self.cost.adopt(coefficients[0])  # pyright: ignore
         cost = _as_ints(self.cost(features), "cost", num_samples)
         if (cost < 0).any():
             raise LoaderError(f"cost must be at least 0, got {cost.min()}")
         history = np.stack(self._compute_ns) if self._compute_ns else np.zeros((0, self.world_size), np.int64)
         runtime = RuntimeInfo(step=step, host=self.host, compute_ns=history)
-        return self._complete(features, cost, self._assign(features, cost, runtime))
+        plan = self._complete(features, cost, self._assign(features, cost, runtime, is_last))
+        self._plans[step] = plan
+        return plan
 
-    def _assign(self, features: Features, cost: Ints, runtime: RuntimeInfo) -> Ints:
-        """`(N,)` destinations; groups go to the partition function as one unit each."""
+    def state_dict(self) -> dict[str, Any]:
+        """What the partition function and the cost model remember; empty where they remember nothing."""
+        owners = {"partition": self.partition, "cost": self.cost}
+        return {name: o.state_dict() for name, o in owners.items() if hasattr(o, "state_dict")}  # pyright: ignore
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, owner in (("partition", self.partition), ("cost", self.cost)):
+            if name in state:
+                owner.load_state_dict(state[name])  # pyright: ignore
+        self._plans.clear()
+        self._compute_ns.clear()
+
+    def _observe(self, step: int, compute_ns: Ints) -> None:
+        plan = self._plans.pop(step, None)
+        if plan is None or (compute_ns < 0).any():
+            return
+        self._compute_ns.append(compute_ns)
+        for owner in (self.partition, self.cost):
+            if hasattr(owner, "observe"):
+                owner.observe(plan, compute_ns)  # pyright: ignore
+
+    def _assign(self, features: Features, cost: Ints, runtime: RuntimeInfo, is_last: bool) -> Ints:
+        """`(N,)` destinations, −1 for samples that wait; groups go to the partition function as one unit each."""
         unit, rank = _units(features)
-        world = WorldBatch(
-            world_size=self.world_size,
-            rank=rank,
-            cost=_sum_by(unit, cost),
-            num_tokens=_sum_by(unit, features.num_tokens),
-            num_bytes=_sum_by(unit, features.num_bytes),
-        )
-        destination = _as_ints(self.partition(world, runtime), "the partition function", len(rank))
+        amounts = [_sum_by(unit, x) for x in (cost, features.num_tokens, features.num_bytes)]
+        world = _world(self.world_size, rank, *amounts)
+        destination = np.full(len(rank), -1)
+        now = np.flatnonzero(~self._waits(world, unit, features.age, is_last))
+        subset = _world(self.world_size, rank[now], *(x[now] for x in amounts))
+        destination[now] = self._checked(self.partition(subset, runtime), len(now))
+        return destination[unit]
+
+    def _waits(self, world: WorldBatch, unit: Ints, age: Ints | None, is_last: bool) -> NDArray[np.bool_]:
+        """`(U,)`: which units wait for a later step (WLB-LLM's outlier delay); none for longer than `max_wait`.
+
+        A unit that alone costs more than a rank's mean makes all others wait, wherever it goes. Once there is one for
+        each rank, they make a step of their own.
+        """
+        nobody = np.zeros(len(world.rank), np.bool_)
+        if not self.max_wait or is_last or age is None:
+            return nobody
+        unit_age = np.zeros(len(world.rank), np.int64)
+        np.maximum.at(unit_age, unit, age)
+        outlier = world.cost * world.world_size > world.cost.sum()
+        waits = outlier & (unit_age < self.max_wait)
+        enough_remain = len(waits) - waits.sum() >= world.world_size
+        return waits if outlier.sum() < world.world_size and enough_remain else nobody
+
+    def _checked(self, destination: Any, num_units: int) -> Ints:
+        destination = _as_ints(destination, "the partition function", num_units)
         if destination.min() < 0 or destination.max() >= self.world_size:
             raise LoaderError(
                 f"the partition function must give ranks from 0 to {self.world_size - 1}, "
                 f"got {destination.min()} to {destination.max()}"
             )
         missing = np.flatnonzero(np.bincount(destination, minlength=self.world_size) == 0)
-        if (
-            len(missing)
-            and len(rank) >= self.world_size
-            and not getattr(self.partition, "may_leave_ranks_empty", False)
-        ):
+        may_be_empty = num_units < self.world_size or self.partition is identity
+        if len(missing) and not may_be_empty:
             raise LoaderError(
-                f"the partition function must give every rank at least one sample, ranks {missing.tolist()} got none "
-                "of "
-                f"{len(rank)}"
+                "the partition function must give every rank at least one sample, "
+                f"ranks {missing.tolist()} got none of {num_units}"
             )
-        return destination[unit]
+        return destination
 
     def _complete(self, features: Features, cost: Ints, destination: Ints) -> Plan:
         """Adds a copy of the cheapest sample to each rank that has none: an empty batch would make a NaN loss."""
-        empty = np.flatnonzero(np.bincount(destination, minlength=self.world_size) == 0)
-        sample = np.r_[np.arange(len(destination)), np.full(len(empty), int(cost.argmin()))]
-        destination = np.r_[destination, empty]
-        is_copy = np.arange(len(sample)) >= len(features.rank)
+        now = np.flatnonzero(destination >= 0)
+        empty = np.flatnonzero(np.bincount(destination[now], minlength=self.world_size) == 0)
+        sample = np.r_[now, np.full(len(empty), now[cost[now].argmin()])]
+        destination = np.r_[destination[now], empty]
+        is_copy = np.arange(len(sample)) >= len(now)
         order = np.lexsort((sample, destination))
         return Plan(
             world_size=self.world_size,
@@ -191,6 +159,10 @@ class Planner:
             features=features,
             cost=cost,
         )
+
+
+def _world(world_size: int, rank: Ints, cost: Ints, num_tokens: Ints, num_bytes: Ints) -> WorldBatch:
+    return WorldBatch(world_size=world_size, rank=rank, cost=cost, num_tokens=num_tokens, num_bytes=num_bytes)
 
 
 def _units(features: Features) -> tuple[Ints, Ints]:

@@ -14,13 +14,20 @@ from fs_data.exchange import Raw
 class Reader:
     """One pass over a loader. After its end, or an error, `take` goes on giving the same answer."""
 
-    def __init__(self, loader: Iterable[Any], *, exhausted: bool, skip: int, timeout_s: float) -> None:
-        """`exhausted`: the loader gives nothing more in this pass; `skip`: batches to draw and drop first."""
+    def __init__(
+        self, loader: Iterable[Any], *, exhausted: bool, skip: int, timeout_s: float, tells_last: bool = False
+    ) -> None:
+        """`exhausted`: the loader gives nothing more in this pass; `skip`: batches to draw and drop first.
+
+        `tells_last`: a batch is given once the next one is drawn, so that the last one is known as such.
+        """
         self.timeout_s = timeout_s
         self._loader = loader
         self._skip = skip
         self._drawn: queue.SimpleQueue[Raw] = queue.SimpleQueue()
-        self._room = threading.Semaphore(1)
+        self._tells_last = tells_last
+        self._room = threading.Semaphore(1 + tells_last)
+        self._next: Raw | None = None
         self._closed = False
         self._last: Raw | None = None
         self._count = skip
@@ -34,15 +41,22 @@ class Reader:
 
     def take(self) -> Raw:
         """The next batch; a loader that takes longer than `timeout_s` is an error like any other of it."""
+        start = time.perf_counter()
+        raw = self._next or self._wait()
+        if self._tells_last and raw.batch is not None:
+            self._next = self._wait()
+            raw.is_last = self._next.batch is None and self._next.error is None
+        raw.wait_s = time.perf_counter() - start
+        return raw
+
+    def _wait(self) -> Raw:
         if self._last is not None:
             return self._last
-        start = time.perf_counter()
         try:
             raw = self._drawn.get(timeout=self.timeout_s)
         except queue.Empty:
             error = TimeoutError(f"the wrapped {type(self._loader).__name__} gave no batch within {self.timeout_s} s")
             raw = Raw(error=error)
-        raw.wait_s = time.perf_counter() - start
         if raw.batch is None:
             self._last = raw
         else:

@@ -187,10 +187,6 @@ class BoundSchema:
                 longest, seen = np.maximum(longest, mine[0].lengths.max(0)), True
         return longest if seen else np.ones(split.num_samples, np.int64)
 
-    @property
-    def has_candidates(self) -> bool:
-        return any(leaf.has_candidates for leaf in self.leaves)
-
     def candidates(self, split: Split) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """`(B,)` candidates of each sample, and the `(C,)` lengths of their content, of the first Nested leaf."""
         rest = iter(split.columns)

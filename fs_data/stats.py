@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fs_data.exchange import Balanced
-from fs_data.planner import Plan
+from fs_data.shuffle_plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

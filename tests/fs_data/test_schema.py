@@ -10,19 +10,30 @@ from hypothesis import strategies as st
 
 from fs_data import BatchSchema, Dense, Derived, Jagged, JaggedColumn, Keyed, Nested, Objects, PerBatch, SchemaError
 from fs_data.exchange import Balanced, Exchange, ExchangeConfig, Raw
+from fs_data.local import Measures
 from fs_data.planner import Planner
 from tests.fs_data.kinds import CONTAINERS, LEAVES, KeyedJaggedTensor, parts, prefix
 from tests.fs_data.threads import ThreadWorld, run_ranks
 
 
+class Fixed(Planner):
+    """A plan given in advance, which may leave ranks empty."""
+
+    def __init__(self, destination: list[int], world_size: int) -> None:
+        super().__init__(lambda world, _: np.asarray(destination), lambda f: f.num_tokens, world_size=world_size)
+
+    def _checked(self, destination: Any, num_units: int) -> Any:
+        return destination
+
+
 def exchange(batches: list[Any], schema: BatchSchema, destination: list[int]) -> list[Balanced]:
     """What each rank gets of `batches`, one a rank, when sample g goes to `destination[g]`."""
-    config = ExchangeConfig(schema=schema, length=None, weights={}, on_exhausted="balance", settings="")
+    config = ExchangeConfig(schema=schema, measures=Measures(), on_exhausted="balance", settings="")
 
     def task(world: ThreadWorld) -> Balanced:
-        planner = Planner(lambda w, _: np.asarray(destination), lambda f: f.num_tokens, world_size=world.size)
-        planner.partition.may_leave_ranks_empty = True
-        balanced = Exchange(world, config, planner).step(Raw(batch=batches[world.rank], state={}))
+        balanced = Exchange(world, config, Fixed(destination, world.size)).step(
+            Raw(batch=batches[world.rank], state={})
+        )
         assert balanced is not None
         if balanced.error:
             raise balanced.error
@@ -221,7 +232,7 @@ def test_schemas_of_different_batches_differ_and_of_like_batches_agree() -> None
 
 
 def test_an_exhausted_rank_learns_the_type_of_batches_it_never_had() -> None:
-    config = ExchangeConfig(schema=BatchSchema(), length=None, weights={}, on_exhausted="balance", settings="")
+    config = ExchangeConfig(schema=BatchSchema(), measures=Measures(), on_exhausted="balance", settings="")
     make, names = CONTAINERS["named tuple"], [n for n in LEAVES if not LEAVES[n].declared]
 
     def task(world: ThreadWorld) -> Any:
