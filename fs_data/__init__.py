@@ -5,6 +5,7 @@ from fs_data.feeds import IdConsumer
 from fs_data.jagged import JaggedColumn, NestedColumn
 from fs_data.leaves import Dense, Derived, Group, Jagged, Keyed, Nested, Objects, PerBatch
 from fs_data.loader import BalancedDataLoader
+from fs_data.parquet import ParquetUIHDataset
 from fs_data.plan import Assignment, RuntimeInfo, WorldBatch
 from fs_data.schema import BatchSchema
 from fs_data.shuffle_plan import Features
@@ -28,6 +29,7 @@ __all__ = [
     "Nested",
     "NestedColumn",
     "Objects",
+    "ParquetUIHDataset",
     "PerBatch",
     "RankFailed",
     "RankLost",

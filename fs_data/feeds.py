@@ -81,15 +81,11 @@ def _by_feature_names(name: str, module: IdConsumer) -> Lookups:
     def lookups(batch: Any) -> list[Any]:
         kjts = [v for _, v in walk({"batch": batch}) if type_name(v) == "KeyedJaggedTensor"]
         for kjt in cast("list[Any]", kjts):
-            keys = list(kjt.keys())
-            if set(features) <= set(keys):
-                return [kjt if keys == features else _restricted(kjt, keys, features)]
+            # Whole, not restricted: the module picks its features in forward, and knows these very tensors again.
+            if set(features) <= set(kjt.keys()):
+                return [kjt]
         raise ValueError(
             f"module '{name}' takes features {features}, and no KeyedJaggedTensor of the batch has them all: {hint}"
         )
 
     return lookups
-
-
-def _restricted(kjt: Any, keys: list[str], features: list[str]) -> Any:
-    return kjt.permute([keys.index(f) for f in features])

@@ -160,6 +160,9 @@ class BalancedDataLoader(Generic[T_co]):
                 del handed  # the batch must not live on while the next is waited for
                 yield cast("T_co", batch)
                 del batch
+            self._prefetch(None)  # a second None: the loop is over, and a step that a module was left out of is closed
+            for feeds in self._feeds:
+                feeds.flush()
             if pipeline.end_state is not None:
                 planner_state = self._exchange.planner.state_dict()
                 ended = {"step": self._exchange.num_steps, "held": None, "planner": planner_state}

@@ -196,7 +196,7 @@ def _order_of_calls() -> tuple[list[Any], list[Any]]:
 
 def test_ids_of_the_next_batch_are_handed_over_before_each_batch(ranks: Ranks) -> None:
     for calls, ids in ranks(2).run(_order_of_calls):
-        assert calls == ["flush", ids[0], ids[1], "batch", ids[2], "batch", None, "batch"]
+        assert calls == ["flush", ids[0], ids[1], "batch", ids[2], "batch", None, "batch", None, "flush"]
 
 
 def test_feeds_names_the_modules_that_look_ids_up() -> None:
