@@ -1,0 +1,106 @@
+"""From an interaction log to histories: one row a user, items in order of time, the last two held out if asked.
+
+DuckDB does the grouping, and spills to disk what does not fit in memory.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, get_args
+
+if TYPE_CHECKING:
+    import duckdb
+
+Split = Literal["leave-one-out", "none"]
+
+
+def build_histories(
+    log: str | Path,
+    out: str | Path,
+    *,
+    user: str = "user",
+    item: str = "item",
+    time: str | None = None,
+    split: Split = "leave-one-out",
+    rows_per_group: int = 2048,
+    memory_limit: str = "2GB",
+) -> int:
+    """Writes the histories of all users of `log` to the parquet file `out`, by user; returns their number.
+
+    Args:
+        log: Parquet, or CSV with a header, or text without one, whose lines are `user item` or `user item time`.
+        user, item: Integer columns.
+        time: Orders a user's items, equal times as they stand in the log; None keeps the log's order.
+        split: `"leave-one-out"` moves the last item to `test` and the one before to `validation`, 0 for both where a
+            user has fewer than three; `"none"` keeps all in `history`.
+        rows_per_group: Users a row group, rounded up to a multiple of 2048 by DuckDB.
+
+    Raises:
+        FileNotFoundError: No log.
+        ValueError: A column that is not there or not of integers, an empty log, or an item below 1, which is kept for
+            "none".
+        ModuleNotFoundError: DuckDB is not installed.
+    """
+    if split not in get_args(Split):
+        raise ValueError(f"split must be one of {get_args(Split)}, got {split!r}")
+    if not Path(log).exists():
+        raise FileNotFoundError(f"the log must be a file: nothing at {log}")
+    try:
+        import duckdb
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("building histories needs DuckDB: pip install 'freescale[cli]'") from error
+    with duckdb.connect() as db:
+        db.execute(f"SET memory_limit = '{memory_limit}'")
+        db.execute("SET temp_directory = ?", [str(Path(out).absolute().parent / ".build-spill")])
+        source = _source(db, log, user, item, time)
+        counted = db.execute(f"SELECT count(*), min(item) FROM ({source})").fetchone()
+        assert counted is not None
+        if not counted[0]:
+            raise ValueError(f"the log must have interactions, {log} has none")
+        if counted[1] < 1:
+            raise ValueError(f"items must be 1 or more, {log} has {counted[1]}: number them anew")
+        held_out = "len(items) > 2" if split == "leave-one-out" else "false"
+        db.execute(
+            f"""
+            COPY (
+                SELECT
+                    "user",
+                    CASE WHEN {held_out} THEN items[:-3] ELSE items END AS history
+                    {"" if split == "none" else f", CASE WHEN {held_out} THEN items[-2] ELSE 0 END AS validation"}
+                    {"" if split == "none" else f", CASE WHEN {held_out} THEN items[-1] ELSE 0 END AS test"}
+                FROM (SELECT "user", list(item ORDER BY place) AS items FROM ({source}) GROUP BY "user")
+                ORDER BY "user"
+            ) TO '{_quoted(out)}' (FORMAT parquet, ROW_GROUP_SIZE {rows_per_group})
+            """
+        )
+        number = db.execute(f"SELECT count(*) FROM read_parquet('{_quoted(out)}')").fetchone()
+    assert number is not None
+    return int(number[0])
+
+
+def _source(db: "duckdb.DuckDBPyConnection", log: str | Path, user: str, item: str, time: str | None) -> str:
+    """SQL whose rows are `user`, `item` (int64) and `place`, which orders them."""
+    if str(log).endswith((".parquet", ".pq")):
+        table = f"read_parquet('{_quoted(log)}')"
+    elif str(log).endswith((".csv", ".csv.gz")):
+        table = f"read_csv('{_quoted(log)}', header = true)"
+    else:
+        table = f"read_csv('{_quoted(log)}', header = false, delim = ' ')"
+    names = [column[0] for column in db.execute(f"DESCRIBE SELECT * FROM {table}").fetchall()]
+    if names and names[0] == "column0":  # text without a header: names by position
+        named = dict(zip(names, (user, item, time or "time"), strict=False))
+        renamed = ", ".join(f'{old} AS "{new}"' for old, new in named.items())
+        table = f"(SELECT {renamed} FROM {table})"
+        names = list(named.values())
+    if missing := [c for c in (user, item, time) if c is not None and c not in names]:
+        raise ValueError(f"{log} must have the columns {missing}, it has {names}")
+    types = {name: kind for name, kind, *_ in db.execute(f"DESCRIBE SELECT * FROM {table}").fetchall()}
+    for column in (user, item):
+        if "INT" not in types[column]:
+            raise ValueError(
+                f"{log}: column {column!r} must hold integers, got {types[column]}: number users and items"
+            )
+    order = "row_number() OVER ()" if time is None else f'struct_pack(t := "{time}", n := row_number() OVER ())'
+    return f'SELECT "{user}"::BIGINT AS "user", "{item}"::BIGINT AS item, {order} AS place FROM {table}'
+
+
+def _quoted(path: str | Path) -> str:
+    return str(path).replace("'", "''")
