@@ -7,9 +7,12 @@ Legend: N samples in the global batch, R ranks, K steps of history.
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from fs_data.errors import LoaderError
 
 Assignment = NDArray[np.int64]
 """`(N,)`: the rank that will train on each sample."""
@@ -41,3 +44,28 @@ class RuntimeInfo:
     """`(R,)`: the host of each rank, for plans that prefer moves within a host; empty means one host."""
     compute_ns: NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, 0), np.int64))
     """`(K, R)`: compute times of the latest steps known to all ranks, newest last; waiting for peers excluded."""
+
+
+def check_assignment(value: Any, world: WorldBatch, name: str) -> Assignment:
+    """`value` as int64, if it gives each sample a rank and each rank a sample (where there are enough).
+
+    Args:
+        value: What the partition function `name` answered for `world`.
+    """
+    destination, num_samples = np.asarray(value), len(world.rank)
+    if destination.shape != (num_samples,) or not np.issubdtype(destination.dtype, np.integer):
+        raise LoaderError(
+            f"{name} must give ({num_samples},) integers, the rank of each sample, "
+            f"got {destination.shape} {destination.dtype}"
+        )
+    if num_samples and not 0 <= int(destination.min()) <= int(destination.max()) < world.world_size:
+        raise LoaderError(
+            f"{name} must give ranks from 0 to {world.world_size - 1}, got {destination.min()} to {destination.max()}"
+        )
+    destination = destination.astype(np.int64)
+    empty = np.flatnonzero(np.bincount(destination, minlength=world.world_size) == 0)
+    if len(empty) and num_samples >= world.world_size:
+        raise LoaderError(
+            f"{name} must give every rank at least one sample, ranks {empty.tolist()} got none of {num_samples}"
+        )
+    return destination

@@ -1,8 +1,8 @@
-"""No balancing: every sample stays where it is, in its order."""
+"""As dealt: balancing switched off."""
 
 from fs_data.plan import Assignment, RuntimeInfo, WorldBatch
 
 
 def identity(world: WorldBatch, runtime: RuntimeInfo) -> Assignment:
-    """Each sample's rank of now; ranks that have none stay without."""
+    """Every sample stays on the rank that drew it; ranks that drew none get none."""
     return world.rank.copy()
