@@ -1,11 +1,16 @@
 """Prioritized embeddings: row-wise sharded tables whose communication overlaps with compute, bit for bit exact."""
 
+from fs_embed.bag import PrioritizedEmbeddingBag
+from fs_embed.bag_collection import PrioritizedEmbeddingBagCollection
+from fs_embed.collection import JaggedRows, PrioritizedEmbeddingCollection
 from fs_embed.embedding import PrioritizedEmbedding
 from fs_embed.errors import ClosedStep, EmbeddingError, ExchangeTimeout, IdOutOfRange, RanksDisagree
 from fs_embed.lookahead import lookahead
+from fs_embed.module import PrioritizedModule
 from fs_embed.optim import SGD, Adagrad, Adam, RowWiseAdagrad
 from fs_embed.rows import TableConfig
-from fs_embed.swap import TableOptimizers, prioritize, prioritized_modules, unprioritize
+from fs_embed.swap import prioritize, prioritized_modules, unprioritize
+from fs_embed.table_optimizers import TableOptimizers
 
 __all__ = [
     "SGD",
@@ -15,7 +20,12 @@ __all__ = [
     "EmbeddingError",
     "ExchangeTimeout",
     "IdOutOfRange",
+    "JaggedRows",
     "PrioritizedEmbedding",
+    "PrioritizedEmbeddingBag",
+    "PrioritizedEmbeddingBagCollection",
+    "PrioritizedEmbeddingCollection",
+    "PrioritizedModule",
     "RanksDisagree",
     "RowWiseAdagrad",
     "TableConfig",

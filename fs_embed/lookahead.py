@@ -5,7 +5,7 @@ from typing import TypeVar
 
 from torch import Tensor, nn
 
-from fs_embed.embedding import JaggedIds
+from fs_embed.module import JaggedIds
 from fs_embed.swap import prioritized_modules
 
 B = TypeVar("B")
@@ -39,4 +39,5 @@ def lookahead(
         module.prefetch(None)
     yield from waiting
     for module in tables.values():
+        module.prefetch(None)  # once more: the loop is over, also for a rank that skipped its last batch
         module.flush()

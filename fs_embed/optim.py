@@ -4,7 +4,7 @@ Only such optimizers can be prioritized exactly: one that changes absent rows (m
 change rows after they were prefetched. Formulas are those of FBGEMM's fused optimizers; see `fs_kernels`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -18,6 +18,11 @@ State = dict[str, Tensor]
 
 class RowOptimizer(Protocol):
     """What a store needs; hashable, so that all ranks can compare their settings."""
+
+    @property
+    def lr(self) -> float: ...
+
+    def with_lr(self, lr: float) -> "RowOptimizer": ...
 
     def make_state(self, weight: Tensor) -> State: ...
 
@@ -38,6 +43,9 @@ def _like(weight: Tensor) -> Tensor:
 class SGD:
     lr: float
 
+    def with_lr(self, lr: float) -> "SGD":
+        return replace(self, lr=lr)
+
     def make_state(self, weight: Tensor) -> State:
         return {}
 
@@ -49,6 +57,9 @@ class SGD:
 class Adagrad:
     lr: float
     eps: float = 1e-8
+
+    def with_lr(self, lr: float) -> "Adagrad":
+        return replace(self, lr=lr)
 
     def make_state(self, weight: Tensor) -> State:
         return {"momentum1": _like(weight)}
@@ -63,6 +74,9 @@ class RowWiseAdagrad:
 
     lr: float
     eps: float = 1e-8
+
+    def with_lr(self, lr: float) -> "RowWiseAdagrad":
+        return replace(self, lr=lr)
 
     def make_state(self, weight: Tensor) -> State:
         return {"momentum1": torch.zeros(len(weight), dtype=_accumulator(weight), device=weight.device)}
@@ -79,6 +93,9 @@ class Adam:
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
+
+    def with_lr(self, lr: float) -> "Adam":
+        return replace(self, lr=lr)
 
     def make_state(self, weight: Tensor) -> State:
         return {"momentum1": _like(weight), "momentum2": _like(weight)}

@@ -4,11 +4,17 @@ Each thread has a group of its own: two threads on one group would race, and ran
 """
 
 import time
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from fs_embed.errors import RanksDisagree
+
+PHASES = ("ids", "open", "lookup", "update")
+"""What a header can open; the number travels in it."""
 
 
 class Peers:
@@ -18,31 +24,48 @@ class Peers:
         self.group = group
         self.rank = 0 if group is None else group.rank()
         self.world_size = 1 if group is None else group.size()
-        self.wait_s = 0.0
-        """Seconds spent inside collectives."""
-        self.bytes_sent = 0
-        """To other ranks."""
+        self.bytes_sent: Counter[str] = Counter()
+        """To other ranks, by phase."""
+        self.wait_s: defaultdict[str, float] = defaultdict(float)
+        """Seconds inside collectives, by phase."""
+        self._num_headers = 0
 
-    def all_gather(self, mine: Tensor) -> Tensor:
-        """`(R, n)` from each rank's `(n,)`; all ranks must call."""
+    def agree(self, phase: str, *values: int) -> list[int]:
+        """Each rank's first value; see `headers`."""
+        return [header[0] for header in self.headers(phase, values)]
+
+    def headers(self, phase: str, values: Sequence[int]) -> list[list[int]]:
+        """Each rank's values, after a check that all ranks are at the same place; all ranks must call."""
+        self._num_headers += 1
+        mine = [PHASES.index(phase), self._num_headers, *values]
         if self.group is None:
-            return mine[None]
+            return [list(values)]
         started = time.perf_counter()
-        out = mine.new_empty(self.world_size * len(mine))
-        dist.all_gather_into_tensor(out, mine, group=self.group)
-        self.wait_s += time.perf_counter() - started
-        return out.view(self.world_size, -1)
+        sent = torch.tensor(mine, device=device_of(self.group))
+        out = sent.new_empty(self.world_size * len(mine))
+        dist.all_gather_into_tensor(out, sent, group=self.group)
+        theirs: list[list[int]] = out.view(self.world_size, -1).tolist()
+        self.wait_s["headers"] += time.perf_counter() - started
+        self.bytes_sent["headers"] += 8 * len(mine) * (self.world_size - 1)
+        for rank, (their_phase, number, *_) in enumerate(theirs):
+            if [their_phase, number] != mine[:2]:
+                raise RanksDisagree(
+                    f"every rank must look up and run backwards in the same order: this rank is at exchange "
+                    f"{mine[1]} ({phase}), rank {rank} at {number} ({PHASES[their_phase]}); see that all ranks make "
+                    "the same number of calls with the same mode"
+                )
+        return [header[2:] for header in theirs]
 
-    def all_to_all(self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Tensor:
+    def all_to_all(self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], phase: str) -> Tensor:
         """Rows for each rank, in rank order, from rows `send` grouped by destination; all ranks must call."""
         if self.group is None:
             return send
         started = time.perf_counter()
         out = send.new_empty(sum(recv_counts), *send.shape[1:])
         dist.all_to_all_single(out, send.contiguous(), list(recv_counts), list(send_counts), group=self.group)
-        self.wait_s += time.perf_counter() - started
+        self.wait_s[phase] += time.perf_counter() - started
         row_bytes = send.element_size() * (send[0].numel() if len(send) else 0)
-        self.bytes_sent += row_bytes * (len(send) - send_counts[self.rank])
+        self.bytes_sent[phase] += row_bytes * (len(send) - send_counts[self.rank])
         return out
 
 
@@ -53,6 +76,6 @@ def world_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     return group
 
 
-def device_of(group: dist.ProcessGroup | None, device: torch.device) -> torch.device:
-    """Where headers and counts live: NCCL takes CUDA tensors alone."""
-    return device if group is not None and dist.get_backend(group) == "nccl" else torch.device("cpu")
+def device_of(group: dist.ProcessGroup) -> torch.device:
+    """Where headers live: NCCL takes CUDA tensors alone."""
+    return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")

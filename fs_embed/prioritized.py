@@ -1,372 +1,304 @@
 """Prioritized lookups: everything overlaps with compute but the rows that two consecutive batches share (Algorithm 2).
 
-Two threads with a process group each. *Bulk* carries ids, exclusive rows and exclusive gradients; *urgent* carries what
-the next forward waits for, and is never behind bulk. Jobs are queued by the training thread in program order, which is
-the same on every rank, so that messages pair.
+One thread a store carries out all exchanges of training, in one order that every rank keeps:
 
-    prefetch(i+1)   bulk    ids of i+1 to their owners
-    forward(i)      bulk    open(i): apply the exclusive gradients of i-1; split the rows of i and i+1; send the
-                            exclusive rows of i+1
-                    waits for open(i-1) and update(i-1): what came for i
-    backward(i)     urgent  update(i): colliding gradients, their rows' update, and the new values for i+1
-                    bulk    defer(i): exclusive gradients; open(i+1) or flush() applies them
+    open(i)      by forward(i): headers; ids of i+1 to their owners; the owners split the rows of i and i+1, for all
+                 ranks together, and send the rows that i+1 has alone
+    update(i)    by backward(i): gradients of the rows that i+1 holds too, their update, their new values for i+1
+    defer(i)     the other gradients and their update
+    prime(i+1)   where open(i) could not look ahead: ids and rows of i+1, fetched as soon as they are announced
 
-Where a rank looks up what it did not announce, all rows of the step and of the next batch count as colliding: the same
-program with nothing running ahead, so always exact.
+forward(i) waits for update(i-1) alone. Since defer(i-1) comes before open(i), what is looked up for i+1 holds every
+update but those of step i, whose rows are not among them.
+
+A rank that looks up what it did not announce says so in open(i)'s header. The step is then carried out without looking
+ahead, by all ranks: lookups are served round by round until the rank's backward, one plain update follows, and
+prime(i+1) fetches the next batch after it.
 
 Legend: U distinct ids of this rank, Q requests that reach it as an owner, D features.
 """
 
+import queue
 import time
-import warnings
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from fs_embed.errors import RanksDisagree
+import fs_kernels
+from fs_embed.errors import ExchangeTimeout
+from fs_embed.optim import RowOptimizer
 from fs_embed.peers import Peers
-from fs_embed.route import BadId, Route, exchange_ids
-from fs_embed.step import Step
+from fs_embed.route import Keys, Route, exchange_ids
+from fs_embed.step import Gradients
 from fs_embed.store import Store
-from fs_embed.ticket import Ticket, signature
-from fs_embed.worker import Job, Worker
-
-T = TypeVar("T")
-
-_MISS = -1
+from fs_embed.synchronous import AS_ANNOUNCED, NO_GRADIENTS, NOT_FINITE, Plain, kind_of
+from fs_embed.worker import Job, Latch, Worker
 
 
-@dataclass(slots=True)
-class Announced:
-    """One lookup of a batch to come."""
+class PrioritizedPart:
+    """One step of one store: what is known of its rows, on this rank as an asker and as an owner."""
 
-    ids: Tensor
-    """The tensor that forward will be called with."""
-    keys: Tensor
-    """`(n,)`, see `RowShards.keys`."""
-    bad: BadId | None
-
-
-class _Step(Step):
-    """A step with what the threads find out about it."""
-
-    def __init__(self, lookup: "PrioritizedLookup", ticket: Ticket | None) -> None:
-        super().__init__(lookup._backward)  # pyright: ignore[reportPrivateUsage]  the two are one mechanism
-        self.ticket = ticket
-        self.opened: Job[tuple[Route, Tensor] | None]  # the rows of the first lookup, where it was not announced
-        self.update: Job[None]
-        self.inverse: Sequence[Tensor] = ()  # of each announced lookup
-        self.rows = torch.zeros(0)  # (U, D) of the announced batch
-        # Written by open(i) and by lookups that were not announced, before update(i) reads them.
+    def __init__(self, keys: Sequence[Keys] | None) -> None:
+        self.keys = keys
+        """`(n,)` of each announced lookup; None for a step that was not announced."""
+        self.ready = Latch("the rows of a batch")
+        self.requests: queue.SimpleQueue[Job[tuple[Route, Tensor]] | None] = queue.SimpleQueue()
+        """Lookups that were not announced, then None."""
+        # Written by the worker.
+        self.route: Route | None = None
         self.missed = False
-        self.consumed = _MISS  # the ticket that some rank used
-        self.next: Ticket | None = None
-        self.collides = self.asked_collides = torch.zeros(0, dtype=torch.bool)  # (U,), (Q,): does i+1 hold the row?
-        self.deferred: tuple[Route, Tensor, Tensor, int] | None = None  # route, sums (U, D), ranks with gradients, step
+        self.after: PrioritizedPart | None = None
+        """The next step, where its rows could be told from this one's."""
+        self.from_before: Tensor | None = None  # (U,) bool: the step before holds the row; None: it was not asked
+        self.asked_from_before: Tensor | None = None  # (Q,)
+        self.into_after = self.asked_into_after = torch.zeros(0, dtype=torch.bool)  # (U,), (Q,)
+        self.exclusive_rows = self.colliding_rows = torch.zeros(0)
+        self._merged: Tensor | None = None
+
+    def rows(self) -> Tensor:
+        """`(U, D)` of the announced ids, once `ready`."""
+        if self._merged is None:
+            self._merged = self._merge()
+        return self._merged
+
+    def _merge(self) -> Tensor:
+        if self.from_before is None:
+            return self.exclusive_rows
+        colliding = torch.cumsum(self.from_before, 0)
+        exclusive = torch.arange(1, len(colliding) + 1, device=colliding.device) - colliding
+        source = torch.where(self.from_before, ~(colliding - 1), exclusive - 1)
+        return fs_kernels.merge_rows(self.exclusive_rows, self.colliding_rows, source)
 
 
-class PrioritizedLookup:
-    def __init__(
-        self, store: Store, bulk: Peers, urgent: Peers, table_names: Sequence[str], *, divide_by: int, timeout_s: float
-    ) -> None:
-        self.store, self.table_names, self.divide_by, self.timeout_s = store, table_names, divide_by, timeout_s
-        self.bulk_peers, self.urgent_peers = bulk, urgent
-        self._bulk = Worker("fs_embed bulk", store.weight.device)
-        self._urgent = Worker("fs_embed urgent", store.weight.device)
-        self._tickets: deque[Ticket] = deque()
-        self._num_tickets = 0
-        self._num_jobs = 0
-        self._step: _Step | None = None
-        self._pending: tuple[Tensor, Tensor, int] | None = None  # slots, gradients, step; bulk's alone
-        self._idle = True  # nothing deferred, no step open
+class PrioritizedEngine:
+    """One store. Methods are called by the training thread (and autograd's), those with an underscore by the worker."""
+
+    looks_ahead = True
+
+    def __init__(self, store: Store, peers: Peers, evaluation: Peers, *, timeout_s: float) -> None:
+        self.store, self.timeout_s = store, timeout_s
+        self._peers = peers
+        self._training, self._evaluation = Plain(store, peers), Plain(store, evaluation)
+        self._worker = Worker("fs_embed", store.weight.device)
+        self._last: Job[None] | None = None  # the newest defer
         self._exposed_s = 0.0
-        self._hits = self._misses = 0
+        self.num_skipped = 0
+        # The worker's own.
+        self._is_open = False  # between open and update
+        self._looked_ahead = False  # the rows of the coming step are on their way
+        self._coming: PrioritizedPart | None = None  # the coming step, where it was announced and is not fetched
 
-    # Called by the training thread.
+    def new_part(self, keys: Sequence[Keys] | None) -> PrioritizedPart:
+        part = PrioritizedPart(keys)
+        self._worker.watch(part.ready)
+        return part
 
-    def prefetch(self, lookups: Sequence[Announced] | None) -> None:
-        if lookups is None:
-            return
-        keys = [lookup.keys for lookup in lookups]
-        bad = next((lookup.bad for lookup in lookups if lookup.bad), None)
-        tag = self._tag()
-        shards = self.store.shards
-        routed = self._bulk.submit(
-            lambda: exchange_ids(self.bulk_peers, shards, torch.cat(keys), self.table_names, tag=tag, bad=bad),
-            "the ids of a prefetched batch",
-        )
-        held = [lookup.ids for lookup in lookups]
-        ticket = Ticket(self._num_tickets, held, [signature(ids) for ids in held], keys, routed)
-        self._num_tickets += 1
-        if self._idle and not self._tickets:  # no step comes before, so none can change its rows
-            ticket.fetched = self._bulk.submit(lambda: self._fetch_first(ticket), "the rows of the first batch")
-        self._tickets.append(ticket)
+    def announce(self, part: PrioritizedPart) -> None:
+        """The step after the last one that began, which began without knowing it."""
+        self._worker.submit(lambda: self._announce(part), "the announcement of a batch")
 
-    def forward(self, ids: Tensor, keys: Tensor, bad: BadId | None) -> Tensor:
-        """`(n, D)` for `keys` `(n,)`; `ids` is what tells whether they were announced."""
-        step, mark = self._step, signature(ids)
-        is_new = step is None or step.started or step.closed
-        if not is_new and not self._is_next_of(step, mark) and self._find(mark):
-            is_new = True  # the step's backward never came: the announced batch begins another one
-        if is_new:
-            step = self._begin(mark, keys, bad)
-            if step.ticket is None:
-                opened = self._wait(step.opened)
-                assert opened is not None
-                self._drop_used(step)
-                route, rows = opened
-                return step.look_up(keys, rows, route.inverse)
-        assert step is not None
-        if self._is_next_of(step, mark):
-            return step.look_up(keys, step.rows, step.inverse[len(step.keys)])
-        current, tag = step, self._tag()
-        extra = self._bulk.submit(lambda: self._fetch_extra(current, keys, bad, tag), "rows that were not prefetched")
-        route, rows = self._wait(extra)
-        return step.look_up(keys, rows, route.inverse)
+    def begin(self, part: PrioritizedPart, hit: bool, after: PrioritizedPart | None) -> None:
+        """`hit`: the step looks up what was announced for it."""
+        self._worker.submit(lambda: self._open(part, hit, after), "the opening of a step")
 
-    def evaluate(self, keys: Tensor, bad: BadId | None) -> Tensor:
-        """As forward, without gradients; announced batches stay announced."""
-        before, tag = self._last_update(), self._tag()
-        job = self._bulk.submit(lambda: self._fetch_now(before, keys, bad, tag), "an evaluation's rows")
-        route, rows = job.wait(self.timeout_s)
+    def look_up(self, part: PrioritizedPart, keys: Keys, place: int | None) -> tuple[Tensor, Tensor]:
+        """`(U, D)` and `(n,)` into it, for lookup number `place` of the announced ones, or for any other `keys`."""
+        started = time.perf_counter()
+        if place is None:
+            request = Job(lambda: self._training.fetch(keys), "rows that were not prefetched")
+            self._worker.watch(request)
+            part.requests.put(request)
+            route, rows = request.result(self.timeout_s)
+            found = rows, route.inverse
+        else:
+            part.ready.wait(self.timeout_s)
+            assert part.route is not None
+            assert part.keys is not None
+            found = part.rows(), part.route.inverse.split([len(k.values) for k in part.keys])[place]
+        self._exposed_s += time.perf_counter() - started
+        return found
+
+    def finish(self, part: PrioritizedPart, gradients: Gradients | None, divide_by: float) -> None:
+        """The step's backward, or that it will have none."""
+        part.requests.put(None)
+        optimizer = self.store.optimizer_now()  # as it is now: a scheduler may change it before defer reads it
+        updated = self._worker.submit(lambda: self._update(part, gradients, optimizer, divide_by), "an update")
+        self._last = self._worker.submit(lambda: self._defer(part, updated, optimizer), "the deferred updates")
+        self._worker.submit(self._prime_coming, "the rows of the next batch")  # flush does not wait for this one
+
+    def evaluate(self, keys: Keys) -> Tensor:
+        """On a group of its own, since the worker may be waiting for a rank that is here already."""
+        self.flush()
+        route, rows = self._evaluation.fetch(keys)
         return rows.index_select(0, route.inverse)
 
     def flush(self) -> None:
-        """Applies what is deferred; no collective of its own."""
-        before = self._last_update()
-        self._wait(self._bulk.submit(lambda: self._settle(before), "the deferred updates"))
-        self._idle = self._step is None or self._step.closed
+        """Waits until all updates are in the table; no other rank has to call it."""
+        if self._last is not None:
+            self._last.wait(self.timeout_s)
 
-    def reset(self) -> None:
-        """Drops announced batches and deferred updates: the tables are about to be overwritten."""
-        self.flush()
-        self._tickets.clear()
-        self._step = None
+    def forget(self) -> None:
+        """The table was overwritten: rows that were fetched are wrong."""
 
     def close(self) -> None:
-        self._bulk.close()
-        self._urgent.close()
+        self._worker.close()
 
-    def stats(self) -> dict[str, float]:
-        return {
-            "exposed_wait_s": self._exposed_s,
-            "bytes_sent": self.bulk_peers.bytes_sent + self.urgent_peers.bytes_sent,
-            "hits": self._hits,
-            "misses": self._misses,
-        }
+    def exposed_wait_s(self) -> float:
+        return self._exposed_s
 
-    def _begin(self, mark: object, keys: Tensor, bad: BadId | None) -> _Step:
-        if self._step is not None:
-            self._step.close()
-        before = self._last_update()
-        found = self._find(mark)
-        if found:
-            while self._tickets.popleft() is not found:
-                pass  # announced, never looked up: the loop that announced it has ended
-        served = found if found and found.fetched is not None else None
-        step = self._step = _Step(self, served)
-        waiting, tag = list(self._tickets), self._tag()
-        step.opened = self._bulk.submit(
-            lambda: self._open(step, before, waiting, keys, bad, tag), "the rows of a batch"
-        )
-        if self._tickets:
-            self._tickets[0].fetched = step.opened
-        self._idle = False
-        if served is None:
-            self._misses += 1
-            if self._misses == 1:
-                warnings.warn(
-                    "a batch reached prioritized tables without having been prefetched: this step's exchange is not "
-                    "overlapped. Results are exact all the same; stats()['misses'] counts such steps",
-                    stacklevel=4,
-                )
-            return step
-        self._hits += 1
-        assert served.fetched is not None
-        self._wait(served.fetched)
-        if served.previous is not None:
-            self._wait(served.previous.update)
-        step.rows = served.merged()
-        step.inverse = self._wait(served.routed).inverse.split([len(k) for k in served.keys])
-        return step
+    def all_peers(self) -> list[Peers]:
+        return [self._peers, self._evaluation.peers]
 
-    def _last_update(self) -> Job[None] | None:
-        """What must be done before anything that is deferred may be applied."""
-        return self._step.update if self._step is not None and self._step.closed else None
+    # Run by the worker.
 
-    def _find(self, mark: object) -> Ticket | None:
-        return next((t for t in self._tickets if t.signatures[0] == mark), None)
-
-    @staticmethod
-    def _is_next_of(step: _Step | None, mark: object) -> bool:
-        """Whether this is the announced batch's next lookup."""
-        if step is None or step.ticket is None or len(step.keys) >= len(step.ticket.signatures):
-            return False
-        return step.ticket.signatures[len(step.keys)] == mark
-
-    def _drop_used(self, step: _Step) -> None:
-        """A batch that another rank recognised is over here too."""
-        while self._tickets and self._tickets[0].number <= step.consumed:
-            self._tickets.popleft()
-        if self._tickets:
-            self._tickets[0].fetched = step.opened
-
-    def _backward(self, step: Step) -> None:
-        assert isinstance(step, _Step)
-        grads = step.all_grads()
-        step.grads.clear()
-        tag, urgent_tag = self._tag(), self._num_jobs
-        step.update = self._urgent.submit(lambda: self._update(step, grads, urgent_tag), "a batch's colliding rows")
-        self._bulk.submit(lambda: self._defer(step, tag), "a batch's exclusive gradients")
-
-    def _wait(self, job: Job[T]) -> T:
-        started = time.perf_counter()
-        try:
-            return job.wait(self.timeout_s)
-        finally:
-            self._exposed_s += time.perf_counter() - started
-
-    def _tag(self) -> int:
-        self._num_jobs += 1
-        return self._num_jobs
-
-    # Run by bulk.
-
-    def _fetch_first(self, ticket: Ticket) -> None:
-        route = ticket.routed.wait(self.timeout_s)
-        ticket.exclusive_rows = route.to_askers(self.bulk_peers, self.store.read(route.slots))
-
-    def _open(
-        self,
-        step: _Step,
-        before: Job[None] | None,
-        waiting: list[Ticket],
-        keys: Tensor,
-        bad: BadId | None,
-        tag: int,
-    ) -> tuple[Route, Tensor] | None:
-        self._settle(before)
-        used = _MISS if step.ticket is None else step.ticket.number
-        theirs = self._agree(self.bulk_peers, tag, used)
-        step.consumed = max(theirs)
-        step.missed = len(set(theirs)) > 1 or step.consumed == _MISS
-        step.next = next((t for t in waiting if t.number > step.consumed), None)
-        if step.next is not None:
-            step.next.previous = step
-        if step.missed:
-            self._collide_all(step)
-            mine = keys if step.ticket is None else torch.cat(step.ticket.keys)
-            return self._fetch(mine, bad, tag)
-        assert step.ticket is not None
-        route = step.ticket.routed.wait(self.timeout_s)
-        if step.next is None:
-            step.collides = torch.zeros_like(route.owner, dtype=torch.bool)
-            step.asked_collides = torch.zeros_like(route.slots, dtype=torch.bool)
+    def _announce(self, part: PrioritizedPart) -> None:
+        if self._is_open:
+            self._coming = part  # update fetches it
         else:
-            self._split(step, route, step.next)
-        return None
+            self._prime(part)
 
-    def _split(self, step: _Step, route: Route, after: Ticket) -> None:
-        """The owner tells, for all ranks together, which rows two batches share; and sends what the later has alone."""
-        later = after.routed.wait(self.timeout_s)
-        step.asked_collides = torch.isin(route.slots, later.slots)
-        after.asked_collides = torch.isin(later.slots, route.slots)
-        step.collides = route.to_askers(self.bulk_peers, step.asked_collides.byte()).bool()
-        after.collides = later.to_askers(self.bulk_peers, after.asked_collides.byte()).bool()
-        alone = ~after.asked_collides
-        rows = self.store.read(later.slots[alone])
-        after.exclusive_rows = later.to_askers(self.bulk_peers, rows, of=alone, wanted=~after.collides)
+    def _prime(self, part: PrioritizedPart) -> None:
+        """Fetches the rows of the coming step, as they are after all others."""
+        self._looked_ahead, self._coming = True, None
+        keys = self._training.no_keys() if part.keys is None else Keys.join(part.keys)
+        part.route, part.exclusive_rows = self._training.fetch(keys)
+        part.from_before = None
+        part.ready.set(self._worker.stream)
 
-    def _collide_all(self, step: _Step) -> None:
-        step.missed = True
-        if step.next is not None:
-            route = step.next.routed.wait(self.timeout_s)
-            step.next.collides = torch.ones_like(route.owner, dtype=torch.bool)
-            step.next.asked_collides = torch.ones_like(route.slots, dtype=torch.bool)
-            step.next.exclusive_rows = self.store.weight.new_empty(0, self.store.dim)
-
-    def _fetch(self, keys: Tensor, bad: BadId | None, tag: int) -> tuple[Route, Tensor]:
-        route = exchange_ids(self.bulk_peers, self.store.shards, keys, self.table_names, tag=tag, bad=bad)
-        return route, route.to_askers(self.bulk_peers, self.store.read(route.slots))
-
-    def _fetch_extra(self, step: _Step, keys: Tensor, bad: BadId | None, tag: int) -> tuple[Route, Tensor]:
-        step.opened.wait(self.timeout_s)
-        self._collide_all(step)
-        return self._fetch(keys, bad, tag)
-
-    def _fetch_now(self, before: Job[None] | None, keys: Tensor, bad: BadId | None, tag: int) -> tuple[Route, Tensor]:
-        self._settle(before)
-        return self._fetch(keys, bad, tag)
-
-    def _settle(self, before: Job[None] | None) -> None:
-        """Applies the deferred gradients, once the urgent ones of their step are."""
-        if before is not None:
-            before.wait(self.timeout_s)
-        if self._pending is not None:
-            slots, grads, number = self._pending
-            self._pending = None
-            self.store.update_(slots, grads, number)
-
-    def _defer(self, step: _Step, tag: int) -> None:
-        step.update.wait(self.timeout_s)
-        if step.deferred is None:
+    def _open(self, part: PrioritizedPart, hit: bool, after: PrioritizedPart | None) -> None:
+        if not self._looked_ahead:
+            self._prime(part)
+        self._is_open = True
+        theirs = self._peers.agree("open", int(hit) + 2 * int(after is not None))
+        part.missed = any(not flags & 1 for flags in theirs)
+        self._looked_ahead = not part.missed and all(flags & 2 for flags in theirs)
+        if part.missed:
+            self._coming = after
+            self._serve(part)
             return
-        route, sums, has_grads, number = step.deferred
-        step.deferred = None
-        alone = ~step.asked_collides
-        grads = route.to_owners(self.bulk_peers, sums[~step.collides], of=alone, sent=~step.collides)
-        from_grads = has_grads[route.asker[alone]]
-        self._pending = (route.slots[alone][from_grads], grads[from_grads], number)
+        assert part.route is not None
+        if self._looked_ahead:
+            assert after is not None
+            self._split(part, after)
+        else:
+            self._coming = after
+            part.into_after = torch.zeros_like(part.route.owner, dtype=torch.bool)
+            part.asked_into_after = torch.zeros_like(part.route.slots, dtype=torch.bool)
 
-    # Run by urgent.
-
-    def _update(self, step: _Step, grads: Tensor | None, tag: int) -> None:
-        step.opened.wait(self.timeout_s)
-        peers, store = self.urgent_peers, self.store
-        has_grads = torch.tensor(self._agree(peers, tag, int(grads is not None)), dtype=torch.bool)
-        if has_grads.any():
-            if step.missed:
-                route = exchange_ids(peers, store.shards, step.all_keys(), self.table_names, tag=tag)
-                collides, asked = (
-                    torch.ones_like(route.owner, dtype=torch.bool),
-                    torch.ones_like(route.slots, dtype=torch.bool),
-                )
+    def _serve(self, part: PrioritizedPart) -> None:
+        """Lookups that were not announced, until no rank has any more: until their backwards."""
+        request = self._next_request(part)
+        while any(self._peers.agree("lookup", int(request is not None))):
+            if request is None:
+                self._training.fetch(self._training.no_keys())
             else:
-                assert step.ticket is not None
-                route = step.ticket.routed.wait(self.timeout_s)
-                collides, asked = step.collides, step.asked_collides
-            has_grads = has_grads.to(route.asker.device)
-            if grads is None:
-                sums = store.weight.new_zeros(len(route.owner), store.dim)
-            else:
-                sums = route.sum_grads(grads) / self.divide_by
-            received = route.to_owners(peers, sums[collides], of=asked, sent=collides)
-            from_grads = has_grads[route.asker[asked]]
-            store.num_steps += 1
-            store.update_(route.slots[asked][from_grads], received[from_grads], store.num_steps)
-            if not step.missed:
-                step.deferred = (route, sums, has_grads, store.num_steps)
-        if step.next is not None:
-            later = step.next.routed.wait(self.timeout_s)
-            rows = store.read(later.slots[step.next.asked_collides])
-            step.next.colliding_rows = later.to_askers(
-                peers, rows, of=step.next.asked_collides, wanted=step.next.collides
-            )
-        step.keys.clear()
-        step.ticket = step.next = None
+                request.run(self._worker.stream)
+                request = self._next_request(part)
 
-    @staticmethod
-    def _agree(peers: Peers, tag: int, value: int) -> list[int]:
-        """Each rank's `value`, after a check that all ranks are at the same exchange."""
-        theirs = peers.all_gather(torch.tensor([tag, value])).tolist()
-        for rank, (their_tag, _) in enumerate(theirs):
-            if their_tag != tag:
-                raise RanksDisagree(
-                    f"every rank must look up, prefetch and flush in the same order: this rank is at exchange {tag}, "
-                    f"rank {rank} at {their_tag}; see that no rank skips a batch or a call"
-                )
-        return [value for _, value in theirs]
+    def _next_request(self, part: PrioritizedPart) -> "Job[tuple[Route, Tensor]] | None":
+        try:
+            return part.requests.get(timeout=self.timeout_s)
+        except queue.Empty:
+            raise ExchangeTimeout(
+                f"a step's backward must follow within {self.timeout_s:.0f} s of a forward that was not prefetched"
+            ) from None
+
+    def _split(self, part: PrioritizedPart, after: PrioritizedPart) -> None:
+        """The owner tells, for all ranks together, which rows two steps share; and sends what the later has alone."""
+        now, peers = part.route, self._peers
+        assert now is not None
+        assert after.keys is not None
+        part.after = after
+        later = after.route = exchange_ids(peers, self.store, Keys.join(after.keys))
+        part.asked_into_after = fs_kernels.collision_split(now.slots, later.slots)
+        after.asked_from_before = fs_kernels.collision_split(later.slots, now.slots)
+        part.into_after = now.to_askers(peers, part.asked_into_after.byte(), phase="collisions").bool()
+        after.from_before = later.to_askers(peers, after.asked_from_before.byte(), phase="collisions").bool()
+        alone = ~after.asked_from_before
+        rows = self.store.read(later.slots[alone])
+        wanted = ~after.from_before
+        after.exclusive_rows = later.to_askers(peers, rows, of=alone, wanted=wanted, phase="exclusive rows")
+
+    def _update(
+        self, part: PrioritizedPart, gradients: Gradients | None, optimizer: RowOptimizer, divide_by: float
+    ) -> "_Deferred | None":
+        self._is_open = False
+        kinds = self._peers.agree("update", kind_of(gradients))
+        deferred: _Deferred | None = None
+        if NOT_FINITE in kinds:
+            self.num_skipped += 1
+        elif part.missed or any(kind not in (NO_GRADIENTS, AS_ANNOUNCED) for kind in kinds):
+            if any(kinds):
+                self._training.push(gradients, optimizer, divide_by)
+        elif any(kinds):
+            deferred = self._update_colliding(part, gradients, kinds, optimizer, divide_by)
+        after = part.after
+        if after is not None:
+            self._send_colliding_rows(after)
+        part.after = None
+        return deferred
+
+    def _update_colliding(
+        self,
+        part: PrioritizedPart,
+        gradients: Gradients | None,
+        kinds: Sequence[int],
+        optimizer: RowOptimizer,
+        divide_by: float,
+    ) -> "_Deferred":
+        route, store = part.route, self.store
+        assert route is not None
+        if gradients is None:
+            sums = store.weight.new_zeros(len(route.owner), store.dim)
+        else:
+            sums = route.sum_grads(gradients.values) / divide_by
+        asked, sent = part.asked_into_after, part.into_after
+        received = route.to_owners(self._peers, sums[sent], of=asked, sent=sent, phase="colliding gradients")
+        slots, received = _from_ranks_with_gradients(route, asked, received, kinds)
+        number = store.next_step()
+        store.update_(slots, received, number, optimizer)
+        return _Deferred(sums, kinds, number)
+
+    def _send_colliding_rows(self, after: PrioritizedPart) -> None:
+        later, shared, wanted = after.route, after.asked_from_before, after.from_before
+        assert later is not None
+        assert shared is not None
+        assert wanted is not None
+        rows = self.store.read(later.slots[shared])
+        after.colliding_rows = later.to_askers(self._peers, rows, of=shared, wanted=wanted, phase="colliding rows")
+        after.ready.set(self._worker.stream)
+
+    def _defer(self, part: PrioritizedPart, updated: "Job[_Deferred | None]", optimizer: RowOptimizer) -> None:
+        deferred = updated.result(0.0)
+        if deferred is not None:
+            route = part.route
+            assert route is not None
+            asked, sent = ~part.asked_into_after, ~part.into_after
+            sums = deferred.sums[sent]
+            received = route.to_owners(self._peers, sums, of=asked, sent=sent, phase="exclusive gradients")
+            slots, received = _from_ranks_with_gradients(route, asked, received, deferred.kinds)
+            self.store.update_(slots, received, deferred.number, optimizer)
+        part.route = None
+
+    def _prime_coming(self) -> None:
+        if self._coming is not None and not self._looked_ahead:
+            self._prime(self._coming)
+
+
+class _Deferred:
+    """What update leaves for defer."""
+
+    def __init__(self, sums: Tensor, kinds: Sequence[int], number: int) -> None:
+        self.sums, self.kinds, self.number = sums, kinds, number
+
+
+def _from_ranks_with_gradients(
+    route: Route, asked: Tensor, received: Tensor, kinds: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """Slots and gradients of `asked` `(Q,)`; a rank without a backward sent zeros, which count as absent."""
+    slots = route.slots[asked]
+    if NO_GRADIENTS not in kinds:
+        return slots, received
+    came = torch.tensor([kind != NO_GRADIENTS for kind in kinds], device=slots.device)[route.asker[asked]]
+    return slots[came], received[came]

@@ -10,18 +10,31 @@ import torch
 from torch import Tensor
 
 import fs_kernels
-from fs_embed.errors import IdOutOfRange, RanksDisagree
+from fs_embed.errors import IdOutOfRange
 from fs_embed.peers import Peers
-from fs_embed.rows import RowShards
-from fs_embed.store import counts_by_rank, group_equal
+from fs_embed.store import Store, counts_by_rank, group_equal
 
 
 @dataclass(frozen=True, slots=True)
-class BadId:
-    """An id that is no row of its table."""
+class Keys:
+    """The ids of lookups as keys of one store."""
 
-    id: int
-    table: int
+    values: Tensor
+    """`(n,)` int64, see `RowShards.keys`; -1 for an id that is no row."""
+    pieces: Sequence[tuple[int, Tensor]]
+    """Table and ids `(n_j,)` of each piece, n = Σ n_j: what an error names."""
+
+    @staticmethod
+    def join(parts: "Sequence[Keys]") -> "Keys":
+        return Keys(torch.cat([k.values for k in parts]), [piece for k in parts for piece in k.pieces])
+
+    def at(self, place: int) -> tuple[int, int]:
+        """Table and id at a place."""
+        for table, ids in self.pieces:
+            if place < len(ids):
+                return table, int(ids[place])
+            place -= len(ids)
+        raise AssertionError("the place must be one of the keys")
 
 
 @dataclass(slots=True)
@@ -45,59 +58,56 @@ class Route:
         """`(U, D)`: the gradient of each distinct id, from those at each place `(n, D)`."""
         return fs_kernels.segment_sum(grads, self.offsets, index=self.places)
 
-    def to_askers(self, peers: Peers, rows: Tensor, of: Tensor | None = None, wanted: Tensor | None = None) -> Tensor:
+    def to_askers(
+        self, peers: Peers, rows: Tensor, of: Tensor | None = None, wanted: Tensor | None = None, *, phase: str
+    ) -> Tensor:
         """One row for each request, back to who asked: `(U, …)` from `(Q, …)`.
 
         Args:
             of: `(Q,)` bool: `rows` holds rows of these requests only.
             wanted: `(U,)` bool: the same choice, as the asker knows it.
+            phase: What statistics count it as.
         """
-        asker = self.asker if of is None else self.asker[of]
-        owner = self.owner if wanted is None else self.owner[wanted]
-        return peers.all_to_all(rows, counts_by_rank(asker, peers.world_size), counts_by_rank(owner, peers.world_size))
+        askers, owners = self._counts(self.asker, of, peers), self._counts(self.owner, wanted, peers)
+        return peers.all_to_all(rows, askers, owners, phase)
 
-    def to_owners(self, peers: Peers, rows: Tensor, of: Tensor | None = None, sent: Tensor | None = None) -> Tensor:
+    def to_owners(
+        self, peers: Peers, rows: Tensor, of: Tensor | None = None, sent: Tensor | None = None, *, phase: str
+    ) -> Tensor:
         """The other way: `(Q, …)` from `(U, …)`; `sent` `(U,)` and `of` `(Q,)` as above."""
-        asker = self.asker if of is None else self.asker[of]
-        owner = self.owner if sent is None else self.owner[sent]
-        return peers.all_to_all(rows, counts_by_rank(owner, peers.world_size), counts_by_rank(asker, peers.world_size))
+        askers, owners = self._counts(self.asker, of, peers), self._counts(self.owner, sent, peers)
+        return peers.all_to_all(rows, owners, askers, phase)
+
+    @staticmethod
+    def _counts(ranks: Tensor, chosen: Tensor | None, peers: Peers) -> Sequence[int]:
+        if peers.group is None:
+            return (0,)  # one process keeps what it has
+        return counts_by_rank(ranks if chosen is None else ranks[chosen], peers.world_size)
 
 
-def exchange_ids(
-    peers: Peers, shards: RowShards, keys: Tensor, table_names: Sequence[str], *, tag: int, bad: BadId | None = None
-) -> Route:
+def exchange_ids(peers: Peers, store: Store, keys: Keys) -> Route:
     """Collective: tells each owner which of its rows this rank wants, each once.
 
-    Args:
-        keys: `(n,)` int64, see `RowShards.keys`.
-        tag: What exchange this is; ranks that are at different ones get an error.
-        bad: An id that this rank cannot look up: every rank then raises `IdOutOfRange`.
+    Raises:
+        IdOutOfRange: On every rank, when any rank brings an id that is no row.
     """
-    distinct, places, offsets = group_equal(keys)
+    distinct, places, offsets = group_equal(keys.values)
     inverse = torch.empty_like(places)
-    inverse[places] = torch.arange(len(distinct), device=keys.device).repeat_interleave(offsets.diff())
-    owner = distinct // shards.num_slots
-    counts = counts_by_rank(owner, peers.world_size)
-    trouble = [1, bad.id, bad.table] if bad else [0, 0, 0]
-    header = peers.all_gather(torch.tensor([tag, *trouble, *counts]))  # (R, 4 + R)
-    _check(header, tag, shards, table_names)
-    recv_counts = header[:, 4 + peers.rank].tolist()
-    slots = peers.all_to_all(distinct % shards.num_slots, counts, recv_counts)
-    asker = torch.arange(peers.world_size, device=keys.device).repeat_interleave(
-        torch.tensor(recv_counts, device=keys.device)
-    )
-    return Route(places, offsets, inverse, owner, slots, asker)
-
-
-def _check(header: Tensor, tag: int, shards: RowShards, table_names: Sequence[str]) -> None:
-    for rank, (theirs, failed, bad_id, table, *_) in enumerate(header.tolist()):
-        if theirs != tag:
-            raise RanksDisagree(
-                f"every rank must look up, prefetch and flush in the same order: this rank is at exchange {tag}, "
-                f"rank {rank} at {theirs}; see that no rank skips a batch or a call"
-            )
+    inverse[places] = torch.arange(len(distinct), device=places.device).repeat_interleave(offsets.diff())
+    num_slots = max(1, store.shards.num_slots)
+    owner = distinct // num_slots
+    counts = counts_by_rank(owner + 1, peers.world_size + 1)
+    bad, counts = counts[0], counts[1:]  # -1 is nobody's
+    trouble = [1, *keys.at(int(places[0]))] if bad else [0, 0, 0]
+    headers = peers.headers("ids", [*trouble, *counts])
+    for rank, (failed, table, bad_id, *_) in enumerate(headers):
         if failed:
             raise IdOutOfRange(
-                f"ids must be from 0 to {shards.num_rows[table] - 1} in table {table_names[table]!r}: rank {rank} got "
-                f"{bad_id}; check the data, or give the table more rows"
+                f"ids must be from 0 to {store.shards.num_rows[table] - 1} in table {store.table_names[table]!r}: rank "
+                f"{rank} got {bad_id}; check the data, give the table more rows, or ask for hashing"
             )
+    recv_counts = [header[3 + peers.rank] for header in headers]
+    slots = peers.all_to_all(distinct % num_slots, counts, recv_counts, "ids")
+    of_rank = torch.arange(peers.world_size, device=places.device)
+    asker = of_rank.repeat_interleave(torch.tensor(recv_counts, device=places.device))
+    return Route(places, offsets, inverse, owner, slots, asker)

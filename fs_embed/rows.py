@@ -6,8 +6,10 @@ row is a (rank, slot) pair and the two numbers make one integer key. Pure arithm
 Legend: R ranks, T tables, n ids.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -23,6 +25,38 @@ class TableConfig:
     embedding_dim: int
     feature_names: Sequence[str] = ()
     """Features of a `KeyedJaggedTensor` that look up here."""
+    dtype: torch.dtype = torch.float32
+    """How rows are stored and exchanged; updates are computed in float32."""
+    init_fn: Callable[[Tensor], object] | None = None
+    """Fills this rank's rows in place; uniform in ±1/√rows where None, as TorchRec does."""
+    pooling: Literal["sum", "mean"] = "sum"
+    """How `PrioritizedEmbeddingBagCollection` pools."""
+
+
+def as_table(config: object) -> TableConfig:
+    """A `TableConfig` from one, or from TorchRec's `EmbeddingConfig` or `EmbeddingBagConfig`."""
+    if isinstance(config, TableConfig):
+        return config
+    wanted = ("name", "num_embeddings", "embedding_dim", "feature_names")
+    if not all(hasattr(config, name) for name in wanted):
+        raise ValueError(f"a table must be a TableConfig or TorchRec's EmbeddingConfig, got {type(config).__name__}")
+    read = partial(getattr, config)
+    data_type = str(getattr(read("data_type", None), "value", "FP32"))
+    if data_type not in _DTYPES:
+        raise ValueError(f"data_type of table {read('name')!r} must be one of {sorted(_DTYPES)}, got {data_type}")
+    pooling = str(getattr(read("pooling", None), "value", "SUM")).lower()
+    return TableConfig(
+        name=read("name"),
+        num_embeddings=read("num_embeddings"),
+        embedding_dim=read("embedding_dim"),
+        feature_names=tuple(read("feature_names")),
+        dtype=_DTYPES[data_type],
+        init_fn=read("init_fn", None),
+        pooling="mean" if pooling == "mean" else "sum",
+    )
+
+
+_DTYPES = {"FP32": torch.float32, "FP16": torch.float16, "BF16": torch.bfloat16}
 
 
 class RowShards:
@@ -50,8 +84,11 @@ class RowShards:
         return slice(start, start + self._slots[rank][table])
 
     def keys(self, table: int, ids: Tensor) -> Tensor:
-        """`(n,)` int64: `rank · num_slots + slot` of each row of `ids` `(n,)`, any integer dtype."""
+        """`(n,)` int64: `rank · num_slots + slot` of each row of `ids` `(n,)`, any integer dtype; -1 for no row."""
         ids = ids.long()
+        is_row = (ids >= 0) & (ids < self.num_rows[table])
+        ids = ids.clamp(0, max(0, self.num_rows[table] - 1))
         rank = ids // self.block_rows[table]
         first = torch.tensor([sum(of_rank[:table]) for of_rank in self._slots], device=ids.device)  # (R,)
-        return rank * self.num_slots + first[rank] + ids - rank * self.block_rows[table]
+        keys = rank * self.num_slots + first[rank] + ids - rank * self.block_rows[table]
+        return keys.masked_fill_(~is_row, -1)

@@ -1,9 +1,12 @@
-"""One training step of one store: what its forward looked up, and the gradients that come back for it.
+"""One training step of a module: the lookups of its forward, and the gradients that come back for them.
 
 All lookups between two backwards make one step, and one update: SASRec looks its item table up three times a forward.
+
+Legend: n ids of a lookup in one store, D features.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,27 +15,45 @@ from torch.autograd import Variable
 from torch.autograd.function import once_differentiable
 
 from fs_embed.errors import ClosedStep
+from fs_embed.ticket import Lookup, Ticket
+
+
+@dataclass(slots=True)
+class Call:
+    """One lookup and what came back for it."""
+
+    lookup: Lookup
+    place: int
+    """Its place in the ticket, -1 where it was not announced."""
+    grads: list[Tensor | None]
+    """`(n, D)` for each store."""
 
 
 class Step:
-    """Collects lookups, then their gradients; calls `on_grads` once, when the backward is done with all of them."""
+    """Collects lookups, then their gradients; calls `on_close` once: when all came, or the backward is over."""
 
-    def __init__(self, on_grads: "Callable[[Step], None]") -> None:
-        self.keys: list[Tensor] = []  # (n,) of each lookup, in call order
-        self.grads: list[Tensor | None] = []  # (n, D)
+    def __init__(self, ticket: Ticket | None, on_close: "Callable[[Step], None]") -> None:
+        self.ticket = ticket
+        """The announced batch that this is, None for one that was not."""
+        self.calls: list[Call] = []
         self.started = False
         """A backward has reached the step: the next lookup belongs to another one."""
         self.closed = False
-        self._on_grads = on_grads
+        self._on_close = on_close
 
-    def look_up(self, keys: Tensor, rows: Tensor, inverse: Tensor) -> Tensor:
-        """`rows[inverse]`, whose gradient comes back to this step."""
-        self.keys.append(keys)
-        self.grads.append(None)
-        anchor = torch.zeros((), dtype=rows.dtype, device=rows.device, requires_grad=True)
-        return _Expand.apply(anchor, rows, inverse, self, len(self.keys) - 1)
+    def add(self, lookup: Lookup, place: int, rows: Sequence[Tensor], inverse: Sequence[Tensor]) -> list[Tensor]:
+        """`rows[inverse]` of each store, whose gradients come back to this step."""
+        self.calls.append(Call(lookup, place, [None] * len(rows)))
+        number = len(self.calls) - 1
+        if not torch.is_grad_enabled():
+            return [r.index_select(0, i) for r, i in zip(rows, inverse, strict=True)]
+        anchors = [torch.zeros((), dtype=r.dtype, device=r.device, requires_grad=True) for r in rows]
+        return [
+            _Expand.apply(anchor, r, i, self, number, store)
+            for store, (anchor, r, i) in enumerate(zip(anchors, rows, inverse, strict=True))
+        ]
 
-    def receive(self, lookup: int, grad: Tensor) -> None:
+    def receive(self, call: int, store: int, grad: Tensor) -> None:
         if self.closed:
             raise ClosedStep(
                 "each forward of prioritized tables takes one backward, before the next forward: this one came after "
@@ -42,40 +63,49 @@ class Step:
             self.started = True
             # Lookups that the loss does not depend on get no gradient: the end of the backward is the end of waiting.
             Variable._execution_engine.queue_callback(self.close)  # pyright: ignore
-        self.grads[lookup] = grad
-        if all(g is not None for g in self.grads):
+        self.calls[call].grads[store] = grad
+        if all(g is not None for c in self.calls for g in c.grads):
             self.close()
 
     def close(self) -> None:
         """Ends the step with the gradients that came; once."""
         if not self.closed:
             self.closed = True
-            self._on_grads(self)
+            self._on_close(self)
+            self.calls.clear()
 
-    def all_keys(self) -> Tensor:
-        return torch.cat(self.keys)
-
-    def all_grads(self) -> Tensor | None:
-        """`(Σn, D)` in call order, zeros for lookups that got none; None where no lookup got any."""
-        some = next((g for g in self.grads if g is not None), None)
+    def gradients(self, store: int) -> "Gradients | None":
+        """What the store gets, None where no gradient came for it."""
+        came = [c.grads[store] for c in self.calls]
+        some = next((g for g in came if g is not None), None)
         if some is None:
             return None
-        return torch.cat(
-            [
-                g if g is not None else some.new_zeros(len(k), some.shape[1])
-                for k, g in zip(self.keys, self.grads, strict=True)
-            ]
-        )
+        keys = [c.lookup.keys[store].values for c in self.calls]
+        grads = [some.new_zeros(len(k), some.shape[1]) if g is None else g for k, g in zip(keys, came, strict=True)]
+        as_announced = self.ticket is not None and [c.place for c in self.calls] == [*range(len(self.ticket.lookups))]
+        return Gradients(torch.cat(keys), torch.cat(grads), as_announced)
+
+
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    keys: Tensor
+    """`(Σn,)` of all lookups in call order."""
+    values: Tensor
+    """`(Σn, D)`, zeros for lookups that got none."""
+    as_announced: bool
+    """The lookups are those of the ticket, each once and in its order."""
 
 
 class _Expand(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, rows: Tensor, inverse: Tensor, step: Step, lookup: int) -> Tensor:
-        ctx.step, ctx.lookup = step, lookup
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, anchor: Tensor, rows: Tensor, inverse: Tensor, step: Step, call: int, store: int
+    ) -> Tensor:
+        ctx.step, ctx.call, ctx.store = step, call, store
         return rows.index_select(0, inverse)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.step.receive(ctx.lookup, grad.contiguous())
-        return None, None, None, None, None
+        ctx.step.receive(ctx.call, ctx.store, grad.contiguous())
+        return None, None, None, None, None, None

@@ -1,16 +1,20 @@
 """Swapping a model's embedding modules for prioritized ones, and back."""
 
-from collections.abc import Iterator
-from typing import Any, TypeVar
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar, Unpack, cast
 
 import torch
-import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fs_embed.bag import PrioritizedEmbeddingBag
+from fs_embed.bag_collection import PrioritizedEmbeddingBagCollection
+from fs_embed.collection import FeatureModule, PrioritizedEmbeddingCollection
 from fs_embed.embedding import PrioritizedEmbedding
+from fs_embed.module import PrioritizedModule
 from fs_embed.optim import RowOptimizer
-from fs_embed.tables import Mode
+from fs_embed.tables import ShardingOptions
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -19,105 +23,148 @@ def prioritize(
     model: M,
     *,
     optimizer: RowOptimizer,
-    mode: Mode = "prioritized",
     tables: "list[str] | None" = None,
-    group: dist.ProcessGroup | None = None,
-    timeout_s: float = 300.0,
-    gradient_division: bool = True,
+    **sharding: Unpack[ShardingOptions],
 ) -> M:
-    """Replaces the model's `nn.Embedding` modules by row-wise sharded ones, in place; collective.
+    """Replaces the model's embedding modules by row-wise sharded ones, in place; collective.
 
-    Call it before DistributedDataParallel or FSDP wraps the model and before the dense optimizer is built: both would
-    keep the replaced weights.
+    `nn.Embedding`, `nn.EmbeddingBag`, and TorchRec's `EmbeddingCollection` and `EmbeddingBagCollection` are replaced;
+    subclasses are left alone. Call it before DistributedDataParallel or FSDP wraps the model and before the dense
+    optimizer is built: both would keep the replaced weights.
 
     Args:
-        tables: Names as in `named_modules()` of those to replace; None replaces all `nn.Embedding`.
+        tables: Names as in `named_modules()` of those to replace; None replaces all.
         optimizer: For all tables.
+        sharding: See `Sharding`.
 
     Returns:
         `model`.
 
     Raises:
-        ValueError: Nothing to replace, a name that is no `nn.Embedding`, or a table that cannot be exact (`max_norm`,
-            `scale_grad_by_freq`, `sparse`, a weight that another module shares).
+        ValueError: Nothing to replace, a name that is no such module, or a table that cannot be exact (`max_norm`,
+            `scale_grad_by_freq`, `sparse`, pooling by maximum, a weight that another module shares).
     """
-    found = {name: m for name, m in model.named_modules() if type(m) is nn.Embedding}
+    makers = _makers()
+    found = {name: m for name, m in model.named_modules() if type(m) in makers}
     if tables is not None:
         if unknown := sorted(set(tables) - set(found)):
-            raise ValueError(
-                f"tables must name nn.Embedding modules of the model, got {unknown}; it has {sorted(found)}"
-            )
+            raise ValueError(f"tables must name embedding modules of the model, got {unknown}; it has {sorted(found)}")
         found = {name: found[name] for name in tables}
     if not found:
-        raise ValueError(f"the model must have an nn.Embedding to prioritize, {type(model).__name__} has none")
+        raise ValueError(f"the model must have an embedding module to prioritize, {type(model).__name__} has none")
     for name, old in found.items():
         _refuse_inexact(model, name, old)
     for name, old in found.items():
-        new = PrioritizedEmbedding(
-            old.weight,
-            optimizer=optimizer,
-            mode=mode,
-            padding_idx=old.padding_idx,
-            group=group,
-            timeout_s=timeout_s,
-            gradient_division=gradient_division,
-            name=name,
-        )
+        new = makers[type(old)](name, old, optimizer, sharding)
         new.train(old.training)
+        if name == "":
+            raise ValueError(
+                "the model must hold the embedding module; put it into a module, which is swapped in place"
+            )
         model.set_submodule(name, new)
     return model
 
 
 def unprioritize(model: M) -> M:
-    """Puts plain `nn.Embedding` modules with the whole tables back, in place; collective."""
+    """Puts plain modules with the whole tables back, in place; collective."""
     for name, module in list(prioritized_modules(model)):
-        module.flush()
-        weight = module.tables.weight(0)
-        whole = weight.full_tensor() if isinstance(weight, DTensor) else weight.clone()
-        plain = nn.Embedding.from_pretrained(whole, freeze=False, padding_idx=module.padding_idx)
+        plain = _plain(module, _whole_tables(module))
         plain.train(module.training)
-        module.tables.lookup.close()
+        module.close()
         model.set_submodule(name, plain)
     return model
 
 
-def prioritized_modules(model: nn.Module) -> "Iterator[tuple[str, PrioritizedEmbedding]]":
-    """The model's sharded tables, by name as in `named_modules()`."""
-    return ((name, m) for name, m in model.named_modules() if isinstance(m, PrioritizedEmbedding))
+def prioritized_modules(model: nn.Module) -> "Iterator[tuple[str, PrioritizedModule]]":
+    """The model's modules with sharded tables, by name as in `named_modules()`."""
+    return ((name, m) for name, m in model.named_modules() if isinstance(m, PrioritizedModule))
 
 
-class TableOptimizers:
-    """The optimizer state of a model's tables, for checkpoints: a `Stateful` with sharded tensors.
-
-    Put it beside the model: `{"model": model, "tables": TableOptimizers(model), …}`. Load the model first or together.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self.modules = dict(prioritized_modules(model))
-
-    def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = {}
-        for name, module in self.modules.items():
-            module.flush()
-            state |= {f"{name}.{key}": value for key, value in module.tables.state(0).items()}
-            state[f"{name}.num_steps"] = torch.tensor(module.tables.store.num_steps)
-        return state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name, module in self.modules.items():
-            module.tables.load(0, {key: state[f"{name}.{key}"] for key in module.tables.store.state})
-            module.tables.store.num_steps = int(state[f"{name}.num_steps"])
+Maker = Callable[[str, Any, RowOptimizer, ShardingOptions], PrioritizedModule]
 
 
-def _refuse_inexact(model: nn.Module, name: str, module: nn.Embedding) -> None:
+def _makers() -> dict[type, Maker]:
+    out: dict[type, Maker] = {nn.Embedding: _from_embedding, nn.EmbeddingBag: _from_bag}
+    torchrec = sys.modules.get("torchrec.modules.embedding_modules")  # a model that holds its modules imported it
+    if torchrec is not None:
+        out[torchrec.EmbeddingCollection] = _from_collection
+        out[torchrec.EmbeddingBagCollection] = _from_collection
+    return out
+
+
+def _from_embedding(name: str, old: nn.Embedding, optimizer: RowOptimizer, sharding: ShardingOptions) -> Any:
+    return PrioritizedEmbedding(old.weight, optimizer=optimizer, padding_idx=old.padding_idx, name=name, **sharding)
+
+
+def _from_bag(name: str, old: nn.EmbeddingBag, optimizer: RowOptimizer, sharding: ShardingOptions) -> Any:
+    return PrioritizedEmbeddingBag(
+        old.weight,
+        optimizer=optimizer,
+        pooling="mean" if old.mode == "mean" else "sum",
+        padding_idx=old.padding_idx,
+        include_last_offset=old.include_last_offset,
+        name=name,
+        **sharding,
+    )
+
+
+def _from_collection(name: str, old: Any, optimizer: RowOptimizer, sharding: ShardingOptions) -> FeatureModule:
+    if hasattr(old, "embedding_bag_configs"):
+        weights = [old.embedding_bags[c.name].weight for c in old.embedding_bag_configs()]
+        return PrioritizedEmbeddingBagCollection(
+            old.embedding_bag_configs(), optimizer=optimizer, weights=weights, **sharding
+        )
+    weights = [old.embeddings[c.name].weight for c in old.embedding_configs()]
+    return PrioritizedEmbeddingCollection(old.embedding_configs(), optimizer=optimizer, weights=weights, **sharding)
+
+
+def _whole_tables(module: PrioritizedModule) -> list[Tensor]:
+    module.flush()
+    shards = [module.tables.weight(number) for number in range(len(module.tables.tables))]
+    return [w.full_tensor() if isinstance(w, DTensor) else w.clone() for w in shards]
+
+
+def _plain(module: PrioritizedModule, whole: list[Tensor]) -> nn.Module:
+    if isinstance(module, PrioritizedEmbedding):
+        return nn.Embedding.from_pretrained(whole[0], freeze=False, padding_idx=module.padding_idx)
+    if isinstance(module, PrioritizedEmbeddingBag):
+        return nn.EmbeddingBag.from_pretrained(
+            whole[0],
+            freeze=False,
+            mode=module.pooling,
+            padding_idx=module.padding_idx,
+            include_last_offset=module.include_last_offset,
+        )
+    from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+
+    if isinstance(module, PrioritizedEmbeddingBagCollection):
+        plain = EmbeddingBagCollection(module.embedding_bag_configs(), device=module.device)
+        holders = cast("Any", plain.embedding_bags)
+    else:
+        assert isinstance(module, PrioritizedEmbeddingCollection)
+        plain = EmbeddingCollection(module.embedding_configs(), device=module.device)
+        holders = cast("Any", plain.embeddings)
+    with torch.no_grad():
+        for table, weight in zip(module.tables.tables, whole, strict=True):
+            holders[table.name].weight.copy_(weight)
+    return plain
+
+
+def _refuse_inexact(model: nn.Module, name: str, module: Any) -> None:
     reasons = {
-        "max_norm": (module.max_norm is not None, "a lookup would change rows that were prefetched"),
-        "scale_grad_by_freq": (module.scale_grad_by_freq, "it needs counts over the whole batch before any update"),
-        "sparse": (module.sparse, "the fused optimizer takes the place of sparse gradients"),
+        "max_norm": (getattr(module, "max_norm", None) is not None, "a lookup would change rows that were prefetched"),
+        "scale_grad_by_freq": (
+            getattr(module, "scale_grad_by_freq", False),
+            "it needs counts over the whole batch before any update",
+        ),
+        "sparse": (getattr(module, "sparse", False), "the fused optimizer takes the place of sparse gradients"),
+        "mode='max'": (getattr(module, "mode", None) == "max", "only sums and means of rows are offered"),
     }
     for option, (is_set, why) in reasons.items():
         if is_set:
             raise ValueError(f"{name} must not use {option}: {why}; turn it off, or leave the table out of `tables`")
-    holders = [n for n, p in model.named_parameters(remove_duplicate=False) if p is module.weight]
-    if len(holders) > 1:
-        raise ValueError(f"the weight of {name} must belong to it alone, it is also {holders[1:]}: untie the weights")
+    own = dict(module.named_parameters())
+    for weight in own.values():
+        holders = [n for n, p in model.named_parameters(remove_duplicate=False) if p is weight]
+        if len(holders) > 1:
+            raise ValueError(f"the weight of {name} must belong to it alone, it is also {holders[1:]}: untie them")

@@ -1,69 +1,125 @@
 """The plain way: every exchange where it is needed, with the training thread waiting for it.
 
 What prioritized tables are compared with, bit for bit. It shares with them who owns a row and how gradients are added,
-and nothing of what runs ahead.
+and nothing of what runs ahead. `Plain` is also how prioritized tables serve what was not announced.
 """
 
+import time
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from fs_embed.optim import RowOptimizer
 from fs_embed.peers import Peers
-from fs_embed.route import BadId, Route, exchange_ids
-from fs_embed.step import Step
+from fs_embed.route import Keys, Route, exchange_ids
+from fs_embed.step import Gradients
 from fs_embed.store import Store
 
+NO_GRADIENTS, AS_ANNOUNCED, OTHERWISE, NOT_FINITE = range(4)
+"""What a rank brings to an update; with one that is not finite, no rank updates."""
 
-class SynchronousLookup:
-    def __init__(self, store: Store, peers: Peers, table_names: Sequence[str], *, divide_by: int) -> None:
-        self.store, self.peers, self.table_names, self.divide_by = store, peers, table_names, divide_by
-        self._step: Step | None = None
-        self._routes: list[Route] = []
-        self._num_exchanges = 0
 
-    def forward(self, keys: Tensor, bad: BadId | None) -> Tensor:
-        """`(n, D)` for `keys` `(n,)`: collective."""
-        route, rows = self._fetch(keys, bad)
-        if self._step is None or self._step.started:
-            self._step, self._routes = Step(self._update), []
-        self._routes.append(route)
-        return self._step.look_up(keys, rows, route.inverse)
+class Plain:
+    """Exchanges over one group; every method is collective, and who calls one waits for it."""
 
-    def evaluate(self, keys: Tensor, bad: BadId | None) -> Tensor:
-        route, rows = self._fetch(keys, bad)
+    def __init__(self, store: Store, peers: Peers) -> None:
+        self.store, self.peers = store, peers
+
+    def fetch(self, keys: Keys) -> tuple[Route, Tensor]:
+        """The rows of `keys` `(n,)` as they are now: `(U, D)`, and the way they came."""
+        route = exchange_ids(self.peers, self.store, keys)
+        rows = route.to_askers(self.peers, self.store.read(route.slots), phase="rows")
+        return route, rows
+
+    def fetch_in_rounds(self, keys: Keys | None) -> tuple[Route, Tensor] | None:
+        """One round of lookups: each rank brings keys, or None where it has no more; None once no rank has."""
+        if not any(self.peers.agree("lookup", int(keys is not None))):
+            return None
+        return self.fetch(self.no_keys() if keys is None else keys)
+
+    def push(self, gradients: Gradients | None, optimizer: RowOptimizer, divide_by: float) -> None:
+        """One update by all ranks' gradients."""
+        store = self.store
+        route = exchange_ids(self.peers, store, self.no_keys() if gradients is None else Keys(gradients.keys, ()))
+        if gradients is None:
+            sums = store.no_rows()
+        else:
+            sums = route.sum_grads(gradients.values) / divide_by
+        received = route.to_owners(self.peers, sums, phase="gradients")
+        store.update_(route.slots, received, store.next_step(), optimizer)
+
+    def no_keys(self) -> Keys:
+        return Keys(torch.zeros(0, dtype=torch.int64, device=self.store.weight.device), ())
+
+
+def kind_of(gradients: Gradients | None) -> int:
+    if gradients is None:
+        return NO_GRADIENTS
+    if not bool(gradients.values.isfinite().all()):
+        return NOT_FINITE
+    return AS_ANNOUNCED if gradients.as_announced else OTHERWISE
+
+
+class SynchronousPart:
+    """A step needs nothing of its own."""
+
+
+class SynchronousEngine:
+    """One store, exchanged by the training thread."""
+
+    looks_ahead = False
+
+    def __init__(self, store: Store, peers: Peers) -> None:
+        self.store = store
+        self._plain = Plain(store, peers)
+        self._exposed_s = 0.0
+        self.num_skipped = 0
+
+    def new_part(self, keys: Sequence[Keys] | None) -> SynchronousPart:
+        return SynchronousPart()
+
+    def announce(self, part: SynchronousPart) -> None:
+        pass
+
+    def begin(self, part: SynchronousPart, hit: bool, after: SynchronousPart | None) -> None:
+        pass
+
+    def look_up(self, part: SynchronousPart, keys: Keys, place: int | None) -> tuple[Tensor, Tensor]:
+        started = time.perf_counter()
+        found = self._plain.fetch_in_rounds(keys)
+        self._exposed_s += time.perf_counter() - started
+        assert found is not None
+        route, rows = found
+        return rows, route.inverse
+
+    @torch.no_grad()
+    def finish(self, part: SynchronousPart, gradients: Gradients | None, divide_by: float) -> None:
+        started = time.perf_counter()
+        while self._plain.fetch_in_rounds(None) is not None:
+            pass  # a rank without this step's forward answers the lookups of those with one
+        kinds = self._plain.peers.agree("update", kind_of(gradients))
+        if NOT_FINITE in kinds:
+            self.num_skipped += 1
+        elif any(kinds):
+            self._plain.push(gradients, self.store.optimizer_now(), divide_by)
+        self._exposed_s += time.perf_counter() - started
+
+    def evaluate(self, keys: Keys) -> Tensor:
+        route, rows = self._plain.fetch(keys)
         return rows.index_select(0, route.inverse)
 
-    def prefetch(self, lookups: Any) -> None:
-        """Nothing: synchronous tables look no batch ahead."""
-
     def flush(self) -> None:
-        """Nothing: synchronous tables defer no update."""
+        """Nothing: no update is deferred."""
 
-    def reset(self) -> None:
-        self._step = None
+    def forget(self) -> None:
+        """Nothing: no row was fetched ahead."""
 
     def close(self) -> None:
         pass
 
-    def stats(self) -> dict[str, float]:
-        return {"exposed_wait_s": self.peers.wait_s, "bytes_sent": self.peers.bytes_sent, "hits": 0, "misses": 0}
+    def exposed_wait_s(self) -> float:
+        return self._exposed_s
 
-    def _fetch(self, keys: Tensor, bad: BadId | None) -> tuple[Route, Tensor]:
-        route = self._exchange(keys, bad)
-        return route, route.to_askers(self.peers, self.store.read(route.slots))
-
-    def _exchange(self, keys: Tensor, bad: BadId | None = None) -> Route:
-        self._num_exchanges += 1
-        return exchange_ids(self.peers, self.store.shards, keys, self.table_names, tag=self._num_exchanges, bad=bad)
-
-    @torch.no_grad()
-    def _update(self, step: Step) -> None:
-        grads = step.all_grads()
-        assert grads is not None, "a step without gradients is never closed here"
-        route = self._routes[0] if len(self._routes) == 1 else self._exchange(step.all_keys())
-        sums = route.sum_grads(grads) / self.divide_by
-        received = route.to_owners(self.peers, sums)
-        self.store.num_steps += 1
-        self.store.update_(route.slots, received, self.store.num_steps)
+    def all_peers(self) -> list[Peers]:
+        return [self._plain.peers]

@@ -4,9 +4,11 @@ The tables are no parameters: DistributedDataParallel would overwrite every rank
 optimizer or a clipping of gradients would touch them. Their optimizer is fused into the backward.
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal, get_args
+from typing import Any, Literal, TypedDict, get_args
 
 import torch
 import torch.distributed as dist
@@ -16,116 +18,269 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fs_embed.optim import RowOptimizer
 from fs_embed.peers import Peers, world_group
-from fs_embed.prioritized import Announced, PrioritizedLookup
-from fs_embed.route import BadId
+from fs_embed.prioritized import PrioritizedEngine
+from fs_embed.route import Keys
 from fs_embed.rows import RowShards, TableConfig
+from fs_embed.schedule import Schedule
 from fs_embed.store import Store
-from fs_embed.synchronous import SynchronousLookup
+from fs_embed.synchronous import SynchronousEngine
+from fs_embed.ticket import Lookup
 
 Mode = Literal["prioritized", "synchronous"]
+Piece = tuple[int, Tensor]
+"""A table's number and ids `(n,)` to look up in it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sharding:
+    """How the tables of a module are spread over ranks and exchanged."""
+
+    mode: Mode = "prioritized"
+    """`"prioritized"` uses what `prefetch` announces, `"synchronous"` never looks ahead: same bits."""
+    group: dist.ProcessGroup | None = None
+    """Whose ranks share the tables; the default group where None, one process without one."""
+    timeout_s: float = 300.0
+    """Longest wait for the other ranks."""
+    gradient_division: bool = True
+    """Divides gradients by the number of ranks, as TorchRec's sharded modules do, which fits a loss that is a mean over
+    a rank's batch."""
+    hash_ids: bool = False
+    """Maps ids that are no rows into the table by a hash, in place of an error."""
+    loss_scale: Callable[[], float] | None = None
+    """What losses are multiplied by, such as `GradScaler.get_scale`: read in each backward, gradients are divided by
+    it."""
+
+    def __post_init__(self) -> None:
+        if self.mode not in get_args(Mode):
+            raise ValueError(f"mode must be one of {get_args(Mode)}, got {self.mode!r}")
+        if not self.timeout_s > 0:
+            raise ValueError(f"timeout_s must be above 0, got {self.timeout_s}")
+
+
+class ShardingOptions(TypedDict, total=False):
+    """The fields of `Sharding` as keyword arguments."""
+
+    mode: Mode
+    group: dist.ProcessGroup | None
+    timeout_s: float
+    gradient_division: bool
+    hash_ids: bool
+    loss_scale: Callable[[], float] | None
 
 
 class ShardedTables:
-    """Tables of one width and dtype, sharded by rows over the ranks of `group`.
+    """Tables in stores: those of one width and dtype share one, and so its exchanges.
 
     Args:
-        tables: All of one `embedding_dim`.
-        weights: `(rows, D)` of each table, the same on every rank: this rank keeps its block.
-        group: Whose ranks share the tables; the default group where None, one process without one.
-        timeout_s: Longest wait for the other ranks.
-        gradient_division: Divides gradients by the number of ranks, as TorchRec's sharded modules do, which fits a loss
-            that is a mean over a rank's batch.
+        tables: Distinct names.
+        weights: `(rows, D)` of each table, of which this rank keeps its block; None has them filled by `init_fn`.
+        optimizer: For all tables.
     """
 
     def __init__(
         self,
         tables: Sequence[TableConfig],
-        weights: Sequence[Tensor],
+        weights: Sequence[Tensor] | None,
         *,
         optimizer: RowOptimizer,
-        mode: Mode = "prioritized",
-        group: dist.ProcessGroup | None = None,
-        timeout_s: float = 300.0,
-        gradient_division: bool = True,
+        sharding: Sharding,
+        device: torch.device | None = None,
     ) -> None:
-        if mode not in get_args(Mode):
-            raise ValueError(f"mode must be one of {get_args(Mode)}, got {mode!r}")
-        self.tables, self.mode = tuple(tables), mode
-        self.group = world_group(group)
+        self.tables, self.sharding = tuple(tables), sharding
+        names = [t.name for t in tables]
+        if len(set(names)) < len(names):
+            raise ValueError(f"tables must have distinct names, got {names}")
+        self.group = world_group(sharding.group)
         members = Peers(self.group)
         self.rank, self.world_size = members.rank, members.world_size
-        shards = RowShards([t.num_embeddings for t in tables], self.world_size)
-        blocks = [w.detach()[slice_of(shards.owned(t, self.rank))] for t, w in enumerate(weights)]
-        self.store = Store(shards, torch.cat(blocks).clone(), optimizer)
-        names = [t.name for t in tables]
-        divide_by = self.world_size if gradient_division else 1
-        self.lookup: SynchronousLookup | PrioritizedLookup
-        if mode == "synchronous":
-            peers = Peers(exchange_group(self.group, timeout_s))
-            self.lookup = SynchronousLookup(self.store, peers, names, divide_by=divide_by)
+        self._check_same_settings(optimizer)
+
+        kinds = sorted({(t.embedding_dim, str(t.dtype)) for t in tables})
+        members_of = [[j for j, t in enumerate(tables) if (t.embedding_dim, str(t.dtype)) == kind] for kind in kinds]
+        self.place = {j: (s, i) for s, of_store in enumerate(members_of) for i, j in enumerate(of_store)}
+        """Table number -> its store, and its number there."""
+        self.stores = [self._make_store(of_store, weights, optimizer, device) for of_store in members_of]
+        self.engines = [self._make_engine(store) for store in self.stores]
+        self.schedule = Schedule(self.engines, self._divide_by, looks_ahead=sharding.mode == "prioritized")
+
+    def look_up(self, sources: Sequence[Tensor], pieces: Sequence[Piece], *, training: bool) -> list[Tensor]:
+        """`(n, D)` for each piece; `sources` are the tensors by which an announced batch is known again.
+
+        Without `training` nothing is announced, used up or updated.
+        """
+        keys = self.keys(pieces)
+        if training:
+            found = self.schedule.look_up(Lookup(sources, keys))
         else:
-            bulk, urgent = (Peers(exchange_group(self.group, timeout_s)) for _ in range(2))
-            self.lookup = PrioritizedLookup(self.store, bulk, urgent, names, divide_by=divide_by, timeout_s=timeout_s)
+            found = [engine.evaluate(k) for engine, k in zip(self.engines, keys, strict=True)]
+        parts = [iter(rows.split([len(ids) for _, ids in k.pieces])) for rows, k in zip(found, keys, strict=True)]
+        return [next(parts[self.place[table][0]]) for table, _ in pieces]
 
-    def keys(self, ids: Sequence[Tensor], table: Sequence[int]) -> tuple[Tensor, BadId | None]:
-        """Keys of `ids[j]` in `table[j]`, back to back, and the first id that is no row."""
-        parts: list[Tensor] = []
-        bad: BadId | None = None
-        for part, t in zip(ids, table, strict=True):
-            flat = part.detach().reshape(-1)
-            out = (flat < 0) | (flat >= self.tables[t].num_embeddings)
-            if bad is None and bool(out.any()):
-                bad = BadId(int(flat[out][0]), t)
-            parts.append(self.store.shards.keys(t, flat.masked_fill(out, 0) if bad else flat))
-        return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64), bad
+    def prefetch(self, lookups: Sequence[tuple[Sequence[Tensor], Sequence[Piece]]] | None) -> None:
+        if lookups is None:
+            self.schedule.prefetch(None)
+        else:
+            self.schedule.prefetch([Lookup(sources, self.keys(pieces)) for sources, pieces in lookups])
 
-    def look_up(self, ids: Tensor, keys: Tensor, bad: BadId | None, *, training: bool) -> Tensor:
-        if training and torch.is_grad_enabled():
-            if isinstance(self.lookup, SynchronousLookup):
-                return self.lookup.forward(keys, bad)
-            return self.lookup.forward(ids, keys, bad)
-        return self.lookup.evaluate(keys, bad)
+    def keys(self, pieces: Sequence[Piece]) -> list[Keys]:
+        """For each store, the keys of its pieces, back to back."""
+        of_store: list[list[Piece]] = [[] for _ in self.stores]
+        for table, ids in pieces:
+            store, number = self.place[table]
+            flat = ids.detach().reshape(-1)
+            if self.sharding.hash_ids:
+                flat = hashed(flat, self.tables[table].num_embeddings)
+            of_store[store].append((number, flat))
+        return [
+            Keys(torch.cat([store.shards.keys(t, ids) for t, ids in mine]) if mine else _no_keys(store), mine)
+            for store, mine in zip(self.stores, of_store, strict=True)
+        ]
 
-    def prefetch(self, lookups: Sequence[tuple[Tensor, Tensor, BadId | None]] | None) -> None:
-        if isinstance(self.lookup, PrioritizedLookup):
-            self.lookup.prefetch(None if lookups is None else [Announced(*lookup) for lookup in lookups])
+    def flush(self) -> None:
+        """Waits until all updates are in the tables; no other rank has to call it."""
+        for engine in self.engines:
+            engine.flush()
+
+    def close(self) -> None:
+        for engine in self.engines:
+            engine.close()
+
+    def stats(self) -> dict[str, float]:
+        peers = [p for engine in self.engines for p in engine.all_peers()]
+        out: dict[str, float] = {
+            "exposed_wait_s": sum(engine.exposed_wait_s() for engine in self.engines),
+            "bytes_sent": sum(p.bytes_sent.total() for p in peers),
+            "hits": self.schedule.hits,
+            "misses": self.schedule.misses,
+            "absences": self.schedule.absences,
+            "skipped_updates": sum(engine.num_skipped for engine in self.engines),
+        }
+        for phase in sorted({phase for p in peers for phase in p.bytes_sent}):
+            name = phase.replace(" ", "_")
+            out[f"bytes_sent/{name}"] = sum(p.bytes_sent[phase] for p in peers)
+            out[f"wait_s/{name}"] = sum(p.wait_s[phase] for p in peers)
+        return out
 
     def weight(self, table: int) -> Tensor:
         """`(rows, D)` as a `DTensor` sharded by rows; a plain tensor where there is one process. Flush first."""
-        return self._sharded(self.store.weight, table)
+        return self._sharded(self.stores[self.place[table][0]].weight, table)
 
     def state(self, table: int) -> dict[str, Tensor]:
         """The optimizer's state of a table, by TorchRec's names, sharded as the weight."""
-        return {name: self._sharded(whole, table) for name, whole in self.store.state.items()}
+        return {n: self._sharded(whole, table) for n, whole in self.stores[self.place[table][0]].state.items()}
 
     def load(self, table: int, values: Mapping[str, Tensor]) -> None:
-        """Overwrites `"weight"` and optimizer state by tensors, whole or sharded; drops what is deferred."""
-        self.lookup.reset()
-        slots = self.store.shards.local_slots(table, self.rank)
+        """Overwrites `"weight"` and optimizer state by tensors, whole or sharded; all ranks must load.
+
+        What was fetched ahead is dropped, and a step that is open ends without gradients.
+        """
+        self.schedule.forget()
+        self.flush()
+        store = self.stores[self.place[table][0]]
+        slots = store.shards.local_slots(self.place[table][1], self.rank)
+        rows = self.tables[table].num_embeddings
         for name, value in values.items():
-            target = self.store.weight if name == "weight" else self.store.state[name]
-            rows = self.tables[table].num_embeddings
+            target = store.weight if name == "weight" else store.state[name]
             if value.shape != (rows, *target.shape[1:]):
                 raise ValueError(
                     f"{name} of table {self.tables[table].name!r} must be {(rows, *target.shape[1:])}, got "
                     f"{tuple(value.shape)}; a table keeps its size from save to load"
                 )
-            if isinstance(value, DTensor):
-                local = value.to_local()
-                if len(local) != slots.stop - slots.start:
-                    local = value.full_tensor()[slice_of(self.store.shards.owned(table, self.rank))]
-            else:
-                local = value[slice_of(self.store.shards.owned(table, self.rank))]
-            target[slots].copy_(local)
+            target[slots].copy_(self._my_rows(value, table, slots.stop - slots.start))
+
+    def _my_rows(self, value: Tensor, table: int, num_rows: int) -> Tensor:
+        owned = slice_of(self._owned(table))
+        if isinstance(value, DTensor):
+            local = value.to_local()
+            return local if len(local) == num_rows else value.full_tensor()[owned]
+        return value[owned]
+
+    def _owned(self, table: int) -> range:
+        store, number = self.place[table]
+        return self.stores[store].shards.owned(number, self.rank)
 
     def _sharded(self, whole: Tensor, table: int) -> Tensor:
-        local = whole[self.store.shards.local_slots(table, self.rank)]
+        store, number = self.place[table]
+        local = whole[self.stores[store].shards.local_slots(number, self.rank)]
         if self.group is None:
             return local
         shape = torch.Size((self.tables[table].num_embeddings, *whole.shape[1:]))
         mesh = DeviceMesh.from_group(self.group, whole.device.type)
         stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+
+    def _divide_by(self) -> float:
+        scale = 1.0 if self.sharding.loss_scale is None else self.sharding.loss_scale()
+        return scale * (self.world_size if self.sharding.gradient_division else 1)
+
+    def _make_store(
+        self,
+        members: Sequence[int],
+        weights: Sequence[Tensor] | None,
+        optimizer: RowOptimizer,
+        device: torch.device | None,
+    ) -> Store:
+        tables = [self.tables[j] for j in members]
+        shards = RowShards([t.num_embeddings for t in tables], self.world_size)
+        blocks: list[Tensor] = []
+        for i, (j, table) in enumerate(zip(members, tables, strict=True)):
+            owned = shards.owned(i, self.rank)
+            if weights is None:
+                block = torch.empty(len(owned), table.embedding_dim, dtype=table.dtype, device=device)
+                self._fill(block, table)
+            else:
+                block = weights[j].detach()[slice_of(owned)]
+            blocks.append(block)
+        return Store(shards, [t.name for t in tables], torch.cat(blocks).clone(), optimizer)
+
+    def _fill(self, block: Tensor, table: TableConfig) -> None:
+        if table.init_fn is not None:
+            table.init_fn(block)
+            return
+        # Ranks mostly have the same seed; equal rows in every shard would be a poor start.
+        generator = torch.Generator(block.device)
+        generator.manual_seed(torch.initial_seed() ^ (int.from_bytes(table.name.encode()[:6]) * 4099 + self.rank))
+        bound = 1 / math.sqrt(max(1, table.num_embeddings))
+        block.uniform_(-bound, bound, generator=generator)
+
+    def _make_engine(self, store: Store) -> SynchronousEngine | PrioritizedEngine:
+        timeout_s = self.sharding.timeout_s
+        if self.sharding.mode == "synchronous":
+            return SynchronousEngine(store, Peers(exchange_group(self.group, timeout_s)))
+        training, evaluation = (Peers(exchange_group(self.group, timeout_s)) for _ in range(2))
+        return PrioritizedEngine(store, training, evaluation, timeout_s=timeout_s)
+
+    def _check_same_settings(self, optimizer: RowOptimizer) -> None:
+        """Ranks with other tables or another mode would wait for messages that never come."""
+        if self.group is None:
+            return
+        sharding = self.sharding
+        mine = {
+            "tables": [(t.name, t.num_embeddings, t.embedding_dim, str(t.dtype)) for t in self.tables],
+            "optimizer": repr(optimizer),
+            "mode": sharding.mode,
+            "gradient_division": sharding.gradient_division,
+            "hash_ids": sharding.hash_ids,
+        }
+        theirs: list[Any] = [None] * self.world_size
+        dist.all_gather_object(theirs, mine, group=self.group)
+        for rank, settings in enumerate(theirs):
+            for name, value in mine.items():
+                if settings[name] != value:
+                    raise ValueError(
+                        f"{name} must be the same on every rank: this rank has {value}, rank {rank} {settings[name]}"
+                    )
+
+
+def hashed(ids: Tensor, num_rows: int) -> Tensor:
+    """`ids` where they are rows, and a row by hash (SplitMix64) where they are not."""
+    x = ids.long()
+    h = x ^ ((x >> 30) & 0x3FFFFFFFF)
+    h = h * -0x40A7B892E31B1A47
+    h = h ^ ((h >> 27) & 0x1FFFFFFFFF)
+    h = h * -0x6B2FB644ECCEEE15
+    h = h ^ ((h >> 31) & 0x1FFFFFFFF)
+    return torch.where((x >= 0) & (x < num_rows), x, h.remainder(num_rows))
 
 
 def slice_of(rows: range) -> slice:
@@ -137,6 +292,13 @@ def exchange_group(group: dist.ProcessGroup | None, timeout_s: float) -> dist.Pr
     if group is None:
         return None
     ranks = dist.get_process_group_ranks(group)
-    made = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s), backend="gloo")
+    everyone = len(ranks) == dist.get_world_size()
+    made = dist.new_group(
+        ranks, timeout=timedelta(seconds=timeout_s), backend="gloo", use_local_synchronization=not everyone
+    )
     assert isinstance(made, dist.ProcessGroup)
     return made
+
+
+def _no_keys(store: Store) -> Tensor:
+    return torch.zeros(0, dtype=torch.int64, device=store.weight.device)

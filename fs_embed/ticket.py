@@ -1,14 +1,13 @@
-"""A batch that was announced: which ids its lookups will bring, and what has been fetched for them."""
+"""Batches that were announced: which ids their lookups will bring, and how to tell them again."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-import fs_kernels
-from fs_embed.route import Route
-from fs_embed.worker import Job
+from fs_embed.route import Keys
 
 Signature = tuple[object, ...]
 
@@ -16,42 +15,53 @@ Signature = tuple[object, ...]
 def signature(ids: Tensor) -> Signature:
     """Tells an id tensor again without reading a value: its memory, how it lies there, and how often it was written."""
     storage = ids.untyped_storage().data_ptr()
-    return (storage, ids.storage_offset(), tuple(ids.shape), ids.stride(), ids.dtype, ids.device, ids._version)
+    version = -1 if ids.is_inference() else ids._version
+    return (storage, ids.storage_offset(), tuple(ids.shape), ids.stride(), ids.dtype, ids.device, version)
 
 
-class Precursor(Protocol):
+@dataclass(slots=True, eq=False)
+class Lookup:
+    """What one call of a module looks up."""
+
+    sources: Sequence[Tensor]
+    """The tensors that the call was given. While they live, their memory is no other tensor's."""
+    keys: Sequence[Keys]
+    """For each store."""
+    signatures: list[Signature] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.signatures = [signature(s) for s in self.sources]
+
     @property
-    def update(self) -> Job[None]: ...
+    def is_empty(self) -> bool:
+        return all(s.numel() == 0 for s in self.sources)
+
+    def is_same(self, other: "Lookup", *, by_value: bool) -> bool:
+        """Whether both bring the same ids: the same memory, unwritten since.
+
+        `by_value` accepts equal values too, on the CPU, where reading them is cheap. Keys are compared: copies of what
+        the tensors held when they were announced.
+        """
+        if self.signatures == other.signatures:
+            return True
+        return by_value and all(_equal(a.values, b.values) for a, b in zip(self.keys, other.keys, strict=True))
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a.device.type == "cpu" == b.device.type and torch.equal(a, b)
 
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    number: int
-    """Counts the announced batches; the same on every rank."""
-    held: list[Tensor]
-    """The id tensors themselves: as long as they live, their memory is no other tensor's."""
-    signatures: list[Signature]
-    keys: list[Tensor]
-    """`(n,)` of each lookup, in call order."""
-    routed: Job[Route]
-    fetched: Job[Any] | None = None
-    """Brings the rows that the batch before does not hold; None while no step has looked this batch up."""
+    """One announced batch."""
 
-    # Written by the jobs above.
-    previous: "Precursor | None" = None
-    """The step before, whose update brings the rows that it holds too."""
-    collides: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
-    """`(U,)`: which of this rank's distinct ids the batch before holds, on any rank."""
-    asked_collides: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
-    """`(Q,)`: the same of the requests that reach this rank as an owner."""
-    exclusive_rows: Tensor = field(default_factory=lambda: torch.zeros(0))
-    colliding_rows: Tensor = field(default_factory=lambda: torch.zeros(0))
+    lookups: list[Lookup]
+    """In call order."""
+    parts: list[Any] = field(default_factory=list[Any])
+    """What each store knows of it."""
+    is_stale: bool = False
+    """The tables were overwritten since."""
 
-    def merged(self) -> Tensor:
-        """`(U, D)`: the rows of all distinct ids."""
-        if self.previous is None:
-            return self.exclusive_rows
-        after = torch.cumsum(self.collides, 0)
-        before = torch.arange(1, len(after) + 1, device=after.device) - after
-        source = torch.where(self.collides, ~(after - 1), before - 1)
-        return fs_kernels.merge_rows(self.exclusive_rows, self.colliding_rows, source)
+    def places_of(self, lookup: Lookup, *, by_value: bool = True) -> list[int]:
+        """Which of the batch's lookups this can be."""
+        return [j for j, announced in enumerate(self.lookups) if announced.is_same(lookup, by_value=by_value)]

@@ -74,5 +74,5 @@ def train(
         stats = table.stats()
         expected = {"all": (num_steps, 0), "none": (0, num_steps)}.get(announce)
         assert expected is None or (stats["hits"], stats["misses"]) == expected, stats
-    table.tables.lookup.close()
+    table.tables.close()
     return Run(losses, whole)

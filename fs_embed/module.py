@@ -1,0 +1,125 @@
+"""What all modules with sharded tables share: looking ahead, statistics, and state."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, Self, cast, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from fs_embed.optim import RowOptimizer
+from fs_embed.rows import TableConfig
+from fs_embed.tables import Piece, ShardedTables, Sharding
+
+
+@runtime_checkable
+class JaggedIds(Protocol):
+    """Ids of rows of different lengths, such as `fs_data.JaggedColumn`."""
+
+    @property
+    def values(self) -> Tensor: ...
+    @property
+    def offsets(self) -> Tensor: ...
+
+
+class PrioritizedModule(nn.Module):
+    """A module whose tables are sharded by rows; its state is under the keys of the module that it replaces."""
+
+    feature_names: tuple[str, ...] = ()
+    """The features that it takes out of a `KeyedJaggedTensor`."""
+
+    def __init__(
+        self,
+        tables: Sequence[TableConfig],
+        weights: Sequence[Tensor] | None,
+        keys: Sequence[str],
+        *,
+        optimizer: RowOptimizer,
+        sharding: Sharding,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        self.tables = ShardedTables(tables, weights, optimizer=optimizer, sharding=sharding, device=device)
+        self._state_keys = tuple(keys)
+
+    def sources(self, ids: Any) -> tuple[list[Tensor], list[Piece]]:
+        """The tensors by which a lookup is known again, and what it looks up."""
+        raise NotImplementedError
+
+    def prefetch(self, ids: Sequence[Any] | None) -> None:
+        """Announces one forward's lookups in call order, or with None that none follows; ids leave for their owners.
+
+        May run any number of batches ahead, in the order in which they will be looked up. None a second time says that
+        the loop is over. In evaluation mode it does nothing, and what was announced before stays announced.
+        """
+        if self.training:
+            self.tables.prefetch(None if ids is None else [self.sources(x) for x in ids])
+
+    def flush(self) -> None:
+        """Waits until all updates are in the tables; needs no other rank to call it too."""
+        self.tables.flush()
+
+    def close(self) -> None:
+        """Ends the exchange threads; the tables can be read on."""
+        self.tables.close()
+
+    def stats(self) -> dict[str, float]:
+        """`exposed_wait_s` (training thread blocked), `bytes_sent`, `hits`, `misses` and `absences` of announced batches,
+        `skipped_updates` (a gradient was not finite), and bytes and seconds by phase."""
+        return self.tables.stats()
+
+    def train(self, mode: bool = True) -> Self:
+        if not mode and self.training:
+            self.flush()
+        return super().train(mode)
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """`<table>.<name>` of each table, sharded as its weight, and the number of steps."""
+        self.flush()
+        state: dict[str, Any] = {}
+        for number, table in enumerate(self.tables.tables):
+            state |= {f"{table.name}.{name}": value for name, value in self.tables.state(number).items()}
+        state["num_steps"] = torch.tensor([store.num_steps for store in self.tables.stores])
+        return state
+
+    def load_optimizer_state(self, state: Mapping[str, Any]) -> None:
+        """Takes what `optimizer_state` gave, on any number of ranks."""
+        for number, table in enumerate(self.tables.tables):
+            names = self.tables.stores[self.tables.place[number][0]].state
+            self.tables.load(number, {name: state[f"{table.name}.{name}"] for name in names})
+        for store, steps in zip(self.tables.stores, state["num_steps"].tolist(), strict=True):
+            store.num_steps = int(steps)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        self.flush()
+        for number, key in enumerate(self._state_keys):
+            destination[prefix + key] = self.tables.weight(number)
+
+    def _load_from_state_dict(  # pyright: ignore[reportIncompatibleMethodOverride]  torch declares these keyword only
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        for number, key in enumerate(self._state_keys):
+            if prefix + key in state_dict:
+                try:
+                    self.tables.load(number, {"weight": state_dict[prefix + key]})
+                except ValueError as error:
+                    error_msgs.append(str(error))
+            elif strict:
+                missing_keys.append(prefix + key)
+        if strict:
+            mine = {prefix + key for key in self._state_keys}
+            unexpected_keys += [k for k in state_dict if k.startswith(prefix) and k not in mine]
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight":
+            raise AttributeError(
+                f"{type(self).__name__} has no .weight to use or tie: its rows are spread over the ranks and updated in "
+                "the backward; state_dict() has it as a sharded tensor"
+            )
+        return cast("Any", super().__getattr__(name))

@@ -1,0 +1,58 @@
+"""`TableOptimizers`: the fused optimizers of a model's tables, as a `torch.optim.Optimizer`."""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from fs_embed.module import PrioritizedModule
+from fs_embed.swap import prioritized_modules
+
+
+class TableOptimizers(torch.optim.Optimizer):
+    """One parameter group for each prioritized module, for learning rate schedulers and checkpoints.
+
+    `step` and `zero_grad` do nothing: rows are updated in the backward, with the learning rate that their group has
+    then. The state dict holds sharded tensors and fits `torch.distributed.checkpoint` on any number of ranks: put it
+    beside the model, `{"model": model, "tables": TableOptimizers(model), …}`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.modules: dict[str, PrioritizedModule] = dict(prioritized_modules(model))
+        if not self.modules:
+            raise ValueError(
+                f"the model must have prioritized tables, {type(model).__name__} has none: prioritize first"
+            )
+        groups: list[dict[str, Any]] = []
+        for name, module in self.modules.items():
+            stand_in = nn.Parameter(torch.zeros(0), requires_grad=False)  # torch's optimizers refuse empty groups
+            groups.append({"params": [stand_in], "name": name, "lr": module.tables.stores[0].optimizer.lr})
+        super().__init__(groups, {})
+        for group, module in zip(self.param_groups, self.modules.values(), strict=True):
+            for store in module.tables.stores:
+                store.lr = _reader_of(group)
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        return None if closure is None else closure()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = {}
+        for group, (name, module) in zip(self.param_groups, self.modules.items(), strict=True):
+            state |= {f"{name}.{key}": value for key, value in module.optimizer_state().items()}
+            state[f"{name}.lr"] = torch.tensor(float(group["lr"]), dtype=torch.float64)
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for group, (name, module) in zip(self.param_groups, self.modules.items(), strict=True):
+            prefix = f"{name}."
+            mine = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
+            module.load_optimizer_state(mine)
+            group["lr"] = float(mine["lr"])
+
+
+def _reader_of(group: dict[str, Any]) -> Callable[[], float]:
+    return lambda: float(cast("float", group["lr"]))
