@@ -158,6 +158,7 @@ class BalancedDataLoader(Generic[T_co]):
                 self._prefetch(fed)
                 self._note(handed, batch)
                 del handed  # the batch must not live on while the next is waited for
+                pipeline.step_begins()
                 yield cast("T_co", batch)
                 del batch
             self._prefetch(None)  # a second None: the loop is over, and a step that a module was left out of is closed

@@ -74,6 +74,7 @@ class Pipeline:
         self._requests: queue.SimpleQueue[_Request] = queue.SimpleQueue()
         self._replies: queue.SimpleQueue[Handed | BaseException | None] = queue.SimpleQueue()
         self._final_state: dict[str, Any] = {}
+        self._in_step = threading.Semaphore(0)
         self._outcome: BaseException | None = None
         self._over = False
         self._thread = threading.Thread(target=self._run, name="fs_data exchange", daemon=True)
@@ -99,11 +100,16 @@ class Pipeline:
             raise reply
         return None
 
+    def step_begins(self) -> None:
+        """Called when the batch of the last `next` is about to be trained on: balancing goes on beside it."""
+        self._in_step.release()
+
     def stop(self, reason: str) -> None:
         """Leaves the loop; returns at once. The other ranks raise at their next batch, unless they leave as well."""
         if not self._over:
             self._over = True
             self._requests.put(_Request(stop=reason))
+        self._in_step.release()
         self.exchange.pace.allow()  # the exchange under way is finished first: other ranks are in it too
 
     def join(self, timeout_s: float) -> bool:
@@ -132,6 +138,8 @@ class Pipeline:
             state = later if later["exhausted"] else current.state
             self.exchange.pace.hold()
             self._replies.put(Handed(current=current, following=following, state=state))
+            # Else this thread would keep the interpreter, for up to its switch interval, from the one that trains.
+            self._in_step.acquire()
             current, following = following, self._balance(request.compute_ns) if following else None
 
     def _balance(self, compute_ns: int) -> Ready | None:
