@@ -1,3 +1,16 @@
 """AllGather and AllToAll that use no streaming multiprocessor: copy engine, host transport, copy engine."""
 
-__all__: list[str] = []
+from fs_comm.errors import CommError, CommTimeout, GroupClosed, Mismatch, PeerLost
+from fs_comm.group import SmFreeGroup, lost_ranks, new_group, register
+
+__all__ = [
+    "CommError",
+    "CommTimeout",
+    "GroupClosed",
+    "Mismatch",
+    "PeerLost",
+    "SmFreeGroup",
+    "lost_ranks",
+    "new_group",
+    "register",
+]

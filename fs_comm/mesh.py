@@ -1,0 +1,200 @@
+"""One stream a pair of ranks, for headers, small data and signs of life.
+
+Within a host these are Unix sockets, which also pass file descriptors; between hosts TCP with keep-alive. A process
+that ends closes its sockets, so its peers learn of it at once, also while idle.
+"""
+
+import os
+import secrets
+import select
+import socket
+import time
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+
+from torch._C._distributed_c10d import Store
+
+from fs_comm.errors import CommError, CommTimeout, PeerLost
+from fs_comm.wire import HEADER_BYTES, Header, Kind
+
+_KEEPALIVE_S = 5
+
+
+class Mesh:
+    """Sockets to all peers of a group. One thread uses it at a time, but for `lost`.
+
+    Args:
+        name_of: A group rank as errors call it.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, *, timeout_s: float, name_of: Callable[[int], str]) -> None:
+        self.rank, self.size, self.name_of = rank, size, name_of
+        self.host = _host()
+        self.hosts: list[str] = []
+        """Of each rank; equal where ranks share a host."""
+        self.pids: list[int] = []
+        self.sockets: dict[int, socket.socket] = {}
+        self.departed: set[int] = set()
+        self._connect(store, timeout_s)
+
+    def _connect(self, store: Store, timeout_s: float) -> None:
+        unix = socket.socket(socket.AF_UNIX)
+        unix_name = f"fs_comm-{os.getpid()}-{secrets.token_hex(8)}"
+        unix.bind("\0" + unix_name)
+        tcp = socket.create_server(("", 0), backlog=self.size)
+        unix.listen(self.size)
+        address = f"{self.host}|{os.getpid()}|{unix_name}|{_reachable_address()}|{tcp.getsockname()[1]}"
+        store.set(f"mesh{self.rank}", address)
+        store.wait([f"mesh{r}" for r in range(self.size)], timedelta(seconds=timeout_s))
+        addresses = [store.get(f"mesh{r}").decode().split("|") for r in range(self.size)]
+        self.hosts = [a[0] for a in addresses]
+        self.pids = [int(a[1]) for a in addresses]
+        deadline = time.monotonic() + timeout_s
+        try:
+            for peer in range(self.rank):  # lower ranks accept, higher ones call
+                host, _, name, ip, port = addresses[peer]
+                if host == self.host:
+                    s = socket.socket(socket.AF_UNIX)
+                    s.settimeout(timeout_s)
+                    s.connect("\0" + name)
+                else:
+                    s = socket.create_connection((ip, int(port)), timeout=timeout_s)
+                    _keep_alive(s)
+                s.sendall(self.rank.to_bytes(4, "little"))
+                self.sockets[peer] = s
+            while len(self.sockets) < self.size - 1:
+                ready, _, _ = select.select([unix, tcp], [], [], max(0.0, deadline - time.monotonic()))
+                if not ready:
+                    missing = [self.name_of(r) for r in range(self.size) if r != self.rank and r not in self.sockets]
+                    raise CommTimeout(f"waited {timeout_s:.0f} s for {', '.join(missing)} to connect to the new group")
+                s, _ = ready[0].accept()
+                s.settimeout(timeout_s)
+                if ready[0] is tcp:
+                    _keep_alive(s)
+                self.sockets[int.from_bytes(_exactly(s, 4), "little")] = s
+        except OSError as error:
+            raise CommError(f"the group's ranks must reach each other: {error}") from error
+        finally:
+            unix.close()
+            tcp.close()
+
+    def send(self, peer: int, header: Header, payload: bytes | memoryview = b"", *, timeout_s: float) -> None:
+        """All of it, or an error; small enough that a socket's buffer takes it while the peer is busy."""
+        s = self.sockets[peer]
+        s.settimeout(max(timeout_s, 0.001))
+        try:
+            s.sendall(header.pack())
+            if len(payload):
+                s.sendall(payload)
+        except TimeoutError as error:
+            raise CommTimeout(
+                f"{self.name_of(peer)} did not take a message in time: it is stopped, or not calling"
+            ) from error
+        except OSError as error:
+            raise self._lost(peer) from error
+
+    def receive(self, peer: int, *, timeout_s: float) -> tuple[Header, bytes]:
+        """The peer's next message; FAILED and a closed socket are errors."""
+        s = self.sockets[peer]
+        s.settimeout(max(timeout_s, 0.001))
+        try:
+            header = Header.unpack(_exactly(s, HEADER_BYTES))
+            payload = _exactly(s, header.payload) if header.payload else b""
+        except TimeoutError as error:
+            raise CommTimeout(f"{self.name_of(peer)} stopped in the middle of a message") from error
+        except OSError as error:
+            raise self._lost(peer) from error
+        if header.kind == Kind.FAILED:
+            raise CommError(f"{self.name_of(peer)} gave the group up: {payload.decode(errors='replace')}")
+        if header.kind == Kind.BYE:
+            self.departed.add(peer)
+            raise PeerLost(f"{self.name_of(peer)} has shut its group down while others still use theirs")
+        return header, payload
+
+    def ready(self, peers: Iterable[int], *, timeout_s: float) -> list[int]:
+        """Those of `peers` that have something to say, or have gone; empty when the time is up."""
+        poll = select.poll()
+        by_fd = {self.sockets[p].fileno(): p for p in peers}
+        for fd in by_fd:
+            poll.register(fd, select.POLLIN)
+        return [by_fd[fd] for fd, _ in poll.poll(max(0.0, timeout_s) * 1000)]
+
+    def lost(self) -> dict[int, str]:
+        """Peers whose process has ended without a goodbye, with the reason; takes nothing from the streams."""
+        found: dict[int, str] = {}
+        for peer, s in list(self.sockets.items()):
+            if peer in self.departed:
+                continue
+            try:
+                peek = s.recv(HEADER_BYTES, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                continue
+            except OSError as error:
+                found[peer] = f"its connection broke: {error.strerror}"
+                continue
+            if not peek:
+                found[peer] = "its process has ended"
+        return found
+
+    def close(self, goodbye: Header | None, payload: bytes = b"") -> None:
+        """Says why, without waiting, and closes all sockets."""
+        for s in self.sockets.values():
+            if goodbye is not None:
+                try:
+                    s.settimeout(0.1)
+                    s.sendall(goodbye.pack() + payload)
+                except OSError:
+                    pass  # gone before us
+            s.close()
+
+    def _lost(self, peer: int) -> PeerLost:
+        return PeerLost(f"{self.name_of(peer)} is lost: its process has ended")
+
+
+def _exactly(s: socket.socket, num_bytes: int) -> bytes:
+    data = bytearray(num_bytes)
+    view = memoryview(data)
+    while view:
+        n = s.recv_into(view)
+        if not n:
+            raise ConnectionResetError("closed by the peer")
+        view = view[n:]
+    return bytes(data)
+
+
+def _keep_alive(s: socket.socket) -> None:
+    s.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    s.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option in ("TCP_KEEPIDLE", "TCP_KEEPINTVL"):
+        if hasattr(socket, option):
+            s.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), _KEEPALIVE_S)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        s.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 4000 * _KEEPALIVE_S)
+
+
+def _host() -> str:
+    """The same for processes that share memory and Unix sockets: machine, boot and network namespace."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as f:
+            boot = f.read().strip()
+        return f"{boot}-{os.stat('/proc/self/ns/net').st_ino}-{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return socket.gethostname()
+
+
+def _reachable_address() -> str:
+    """Where other hosts find this one: the interface that gloo uses, else that of the master's route."""
+    name = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    if name:
+        import fcntl
+        import struct
+
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+            packed = fcntl.ioctl(s.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
+        return socket.inet_ntoa(packed[20:24])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+        try:
+            s.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), 9))
+            return s.getsockname()[0]
+        except OSError:
+            return "127.0.0.1"

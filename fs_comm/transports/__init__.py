@@ -1,0 +1,1 @@
+"""Roads between ranks behind one interface."""

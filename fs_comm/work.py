@@ -1,0 +1,56 @@
+"""The handle of an asynchronous operation, as torch.distributed gives it."""
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from fs_comm.engine import Exchange
+from fs_comm.errors import CommTimeout
+
+
+class ExchangeWork(dist.Work):
+    """`wait` raises what went wrong; nothing is lost in a future that hides it."""
+
+    def __init__(self, exchange: Exchange, result: list[torch.Tensor], timeout_s: float) -> None:
+        super().__init__()
+        self._exchange, self._result, self._timeout_s = exchange, result, timeout_s
+        self._future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+        exchange.on_done = self._settle
+        if exchange.done.is_set():
+            self._settle()
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Blocks until the operation is done; a timeout of zero or less means the group's."""
+        # The engine's own limit comes first and says more: it knows which peer is missing. Operations before this one
+        # may each take as long.
+        limit = timeout.total_seconds() if timeout.total_seconds() > 0 else None
+        while not self._exchange.done.wait(limit if limit is not None else self._timeout_s):
+            if limit is not None:
+                raise CommTimeout(f"{self._exchange}: not done after {limit:.0f} s")
+        if self._exchange.error is not None:
+            raise self._exchange.error
+        return True
+
+    def is_completed(self) -> bool:
+        return self._exchange.done.is_set()
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self._exchange.error is None
+
+    def exception(self) -> BaseException | None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self._exchange.error
+
+    def result(self) -> list[torch.Tensor]:
+        return self._result
+
+    def get_future(self) -> "torch.futures.Future[list[torch.Tensor]]":  # pyright: ignore
+        return self._future
+
+    def _settle(self) -> None:
+        if self._future.done():
+            return
+        if self._exchange.error is None:
+            self._future.set_result(self._result)
+        else:
+            self._future.set_exception(self._exchange.error)  # pyright: ignore[reportArgumentType]
