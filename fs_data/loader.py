@@ -7,7 +7,7 @@ import warnings
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from typing import Any, Generic, TypeVar, cast
 
 import numpy as np
@@ -16,18 +16,20 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from fs_data import cost as costs
+from fs_data import partition
+from fs_data.cost import CostModel
 from fs_data.device import Lane
 from fs_data.errors import LoaderError
 from fs_data.exchange import Exchange, ExchangeConfig, OnExhausted
 from fs_data.feeds import Feeds, Lookups
 from fs_data.hooks import Attachment, ComputeTimes
 from fs_data.local import Held, Measures
-from fs_data.partition import make
+from fs_data.partition import Partitioner
 from fs_data.pipeline import Handed, Pipeline
-from fs_data.planner import Partition, Planner
+from fs_data.planner import Planner
 from fs_data.reader import Reader, has_state
 from fs_data.schema import BatchSchema
-from fs_data.shuffle_plan import Features
 from fs_data.stats import LoaderStats, ScalarWriter, Totals, write_scalars
 from fs_data.tree import walk
 from fs_data.weights import Given
@@ -58,7 +60,10 @@ class BalancedDataLoader(Generic[T_co]):
         schema: How batches split into samples; what it does not declare is inferred from the first batch.
         partitioner: A name (`"few_moves"`, `"lpt"`, `"fbs"`, `"vbs"`, `"identity"`), or a deterministic function from
             `WorldBatch` and `RuntimeInfo` to the destination rank of each sample.
-        cost: The cost of samples as a function of `Features`, int64; None is the quadratic default.
+        max_tokens: Most tokens that a rank may get; None sets no limit.
+        max_samples: Most samples that a rank may get; None sets no limit.
+        cost: What samples cost: a name (`"linear"`, `"power"`, `"quadratic"`, `"calibrated"`), a model from
+            `fs_data.cost`, or a function from `Features` to int64. None is the static quadratic model.
         length: The path of the jagged leaf whose row lengths are the samples' lengths, or a function of a batch that
             gives them; None takes the longest jagged row of each sample.
         weights: Loss weights of samples by task, as functions of a batch that give `(B,)` numbers of at least 0; see
@@ -81,8 +86,10 @@ class BalancedDataLoader(Generic[T_co]):
         loader: Iterable[T_co],
         *,
         schema: BatchSchema | Mapping[str, Any] | None = None,
-        partitioner: str | Partition = "few_moves",
-        cost: Callable[[Features], NDArray[np.int64]] | None = None,
+        partitioner: str | Partitioner = "few_moves",
+        max_tokens: int | None = None,
+        max_samples: int | None = None,
+        cost: str | CostModel | None = None,
         length: str | Callable[[Any], Any] | None = None,
         weights: Mapping[str, Callable[[Any], Any]] | None = None,
         defer: int = 0,
@@ -110,6 +117,8 @@ class BalancedDataLoader(Generic[T_co]):
         settings = "\n".join(
             (
                 f"partitioner={_name(partitioner)}",
+                f"max_tokens={max_tokens}",
+                f"max_samples={max_samples}",
                 f"cost={_name(cost)}",
                 f"defer={defer}",
                 f"on_exhausted={on_exhausted}",
@@ -123,8 +132,8 @@ class BalancedDataLoader(Generic[T_co]):
         ).T
         self._len = int(hosts[1].max()) if (hosts[1] >= 0).all() else None
         planner = Planner(
-            make(partitioner) if isinstance(partitioner, str) else partitioner,
-            cost or _default_cost,
+            partition.make(partitioner, max_tokens=max_tokens, max_samples=max_samples),
+            costs.make(cost),
             world_size=self._world.size,
             host=_hosts(hosts[0]),
             max_wait=defer,
@@ -410,9 +419,6 @@ def _length(length: str | Callable[[Any], Any] | None) -> Callable[[Any], Any] |
 
 def _name(value: object) -> str:
     """What all ranks must have alike, as text without addresses."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return repr(value)
     return str(getattr(value, "__qualname__", None) or (value if isinstance(value, str) else type(value).__qualname__))
-
-
-def _default_cost(features: Features) -> NDArray[np.int64]:
-    lengths = features.num_tokens
-    return 10 * 1024**2 * lengths + 2048 * lengths**2

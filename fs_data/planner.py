@@ -1,23 +1,22 @@
-"""From gathered numbers to a plan: costs, groups, who waits, the partition function, its check, copies for empty ranks.
+"""From gathered numbers to a plan: costs, groups, who waits, the partition function, copies for ranks left empty.
 
 Legend: N samples of all ranks, R ranks, U units (groups, or single samples), M places (samples that are trained on in
 this step, and copies).
 """
 
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fs_data.cost import CostModel
 from fs_data.errors import LoaderError
-from fs_data.partition import identity
-from fs_data.plan import Assignment, RuntimeInfo, WorldBatch
+from fs_data.partition import Partitioner
+from fs_data.plan import RuntimeInfo, WorldBatch
 from fs_data.shuffle_plan import Features, Plan
 
 Ints = NDArray[np.int64]
-Partition = Callable[[WorldBatch, RuntimeInfo], Assignment]
 
 LAG = 4
 """The times that travel with batch i are those of batch i − 4: batch i is planned during step i − 2, and a GPU may
@@ -36,8 +35,8 @@ class Planner:
 
     def __init__(
         self,
-        partition: Partition,
-        cost: Callable[[Features], Ints],
+        partition: Partitioner,
+        cost: CostModel,
         *,
         world_size: int,
         host: Ints | None = None,
@@ -108,7 +107,7 @@ class Planner:
         destination = np.full(len(rank), -1)
         now = np.flatnonzero(~self._waits(world, unit, features.age, is_last))
         subset = _world(self.world_size, rank[now], *(x[now] for x in amounts))
-        destination[now] = self._checked(self.partition(subset, runtime), len(now))
+        destination[now] = self.partition(subset, runtime)
         return destination[unit]
 
     def _waits(self, world: WorldBatch, unit: Ints, age: Ints | None, is_last: bool) -> NDArray[np.bool_]:
@@ -126,22 +125,6 @@ class Planner:
         waits = outlier & (unit_age < self.max_wait)
         enough_remain = len(waits) - waits.sum() >= world.world_size
         return waits if outlier.sum() < world.world_size and enough_remain else nobody
-
-    def _checked(self, destination: Any, num_units: int) -> Ints:
-        destination = _as_ints(destination, "the partition function", num_units)
-        if destination.min() < 0 or destination.max() >= self.world_size:
-            raise LoaderError(
-                f"the partition function must give ranks from 0 to {self.world_size - 1}, "
-                f"got {destination.min()} to {destination.max()}"
-            )
-        missing = np.flatnonzero(np.bincount(destination, minlength=self.world_size) == 0)
-        may_be_empty = num_units < self.world_size or self.partition is identity
-        if len(missing) and not may_be_empty:
-            raise LoaderError(
-                "the partition function must give every rank at least one sample, "
-                f"ranks {missing.tolist()} got none of {num_units}"
-            )
-        return destination
 
     def _complete(self, features: Features, cost: Ints, destination: Ints) -> Plan:
         """Adds a copy of the cheapest sample to each rank that has none: an empty batch would make a NaN loss."""

@@ -406,8 +406,8 @@ def _plans_differ_on_two() -> None:
     ("plan", "message"),
     [
         (lambda w: w.rank + 1, r"must give ranks from 0 to 0, got 1 to 1"),
-        (lambda w: w.rank[:-1], r"must give \(3,\) integers, got \(2,\)"),
-        (lambda w: w.rank.astype(float), r"must give \(3,\) integers, got \(3,\) float64"),
+        (lambda w: w.rank[:-1], r"must give \(3,\) integers, the rank of each sample, got \(2,\)"),
+        (lambda w: w.rank.astype(float), r"must give \(3,\) integers, the rank of each sample, got \(3,\) float64"),
     ],
 )
 def test_a_wrong_plan_is_refused(plan: Callable[[WorldBatch], Any], message: str) -> None:

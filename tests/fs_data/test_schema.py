@@ -16,24 +16,13 @@ from tests.fs_data.kinds import CONTAINERS, LEAVES, KeyedJaggedTensor, parts, pr
 from tests.fs_data.threads import ThreadWorld, run_ranks
 
 
-class Fixed(Planner):
-    """A plan given in advance, which may leave ranks empty."""
-
-    def __init__(self, destination: list[int], world_size: int) -> None:
-        super().__init__(lambda world, _: np.asarray(destination), lambda f: f.num_tokens, world_size=world_size)
-
-    def _checked(self, destination: Any, num_units: int) -> Any:
-        return destination
-
-
 def exchange(batches: list[Any], schema: BatchSchema, destination: list[int]) -> list[Balanced]:
     """What each rank gets of `batches`, one a rank, when sample g goes to `destination[g]`."""
     config = ExchangeConfig(schema=schema, measures=Measures(), on_exhausted="balance", settings="")
 
     def task(world: ThreadWorld) -> Balanced:
-        balanced = Exchange(world, config, Fixed(destination, world.size)).step(
-            Raw(batch=batches[world.rank], state={})
-        )
+        planner = Planner(lambda w, _: np.asarray(destination), lambda f: f.num_tokens, world_size=world.size)
+        balanced = Exchange(world, config, planner).step(Raw(batch=batches[world.rank], state={}))
         assert balanced is not None
         if balanced.error:
             raise balanced.error
