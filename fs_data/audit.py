@@ -45,7 +45,8 @@ class AuditReport:
         return (
             f"{self.steps} steps: {self.step_ms:.1f} ms with {self.straggler_share:.1%} lost to stragglers; balanced "
             f"they would take {self.balanced_step_ms:.1f} ms with {self.balanced_straggler_share:.1%} "
-            f"({self.saved_share:.1%} saved, {self.bytes_moved_share:.1%} of bytes moved, {self.unexplained_share:.1%} unexplained by lengths)"
+            f"({self.saved_share:.1%} saved, {self.bytes_moved_share:.1%} of bytes moved, "
+            f"{self.unexplained_share:.1%} unexplained by lengths)"
         )
 
 
