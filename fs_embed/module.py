@@ -63,8 +63,8 @@ class PrioritizedModule(nn.Module):
         self.tables.close()
 
     def stats(self) -> dict[str, float]:
-        """`exposed_wait_s` (training thread blocked), `bytes_sent`, `hits`, `misses` and `absences` of announced batches,
-        `skipped_updates` (a gradient was not finite), and bytes and seconds by phase."""
+        """`exposed_wait_s` (training thread blocked), `bytes_sent`, `hits`, `misses` and `absences` of announced
+        batches, `skipped_updates` (a gradient was not finite), and bytes and seconds by phase."""
         return self.tables.stats()
 
     def train(self, mode: bool = True) -> Self:
@@ -119,7 +119,7 @@ class PrioritizedModule(nn.Module):
     def __getattr__(self, name: str) -> Any:
         if name == "weight":
             raise AttributeError(
-                f"{type(self).__name__} has no .weight to use or tie: its rows are spread over the ranks and updated in "
-                "the backward; state_dict() has it as a sharded tensor"
+                f"{type(self).__name__} has no .weight to use or tie: its rows are spread over the ranks and updated "
+                "in the backward; state_dict() has it as a sharded tensor"
             )
         return cast("Any", super().__getattr__(name))

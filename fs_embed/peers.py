@@ -5,7 +5,8 @@ Each thread has a group of its own: two threads on one group would race, and ran
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,8 @@ from fs_embed.errors import RanksDisagree
 
 PHASES = ("ids", "open", "lookup", "update")
 """What a header can open; the number travels in it."""
+
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torch 2.13 renamed
 
 
 class Peers:
@@ -43,7 +46,7 @@ class Peers:
         started = time.perf_counter()
         sent = torch.tensor(mine, device=device_of(self.group))
         out = sent.new_empty(self.world_size * len(mine))
-        dist.all_gather_into_tensor(out, sent, group=self.group)
+        _all_gather(out, sent, group=self.group)
         theirs: list[list[int]] = out.view(self.world_size, -1).tolist()
         self.wait_s["headers"] += time.perf_counter() - started
         self.bytes_sent["headers"] += 8 * len(mine) * (self.world_size - 1)

@@ -104,20 +104,22 @@ class PrioritizedEngine:
 
     def look_up(self, part: PrioritizedPart, keys: Keys, place: int | None) -> tuple[Tensor, Tensor]:
         """`(U, D)` and `(n,)` into it, for lookup number `place` of the announced ones, or for any other `keys`."""
-        started = time.perf_counter()
         if place is None:
             request = Job(lambda: self._training.fetch(keys), "rows that were not prefetched")
             self._worker.watch(request)
             part.requests.put(request)
+            self._wait(request)
             route, rows = request.result(self.timeout_s)
-            found = rows, route.inverse
-        else:
-            part.ready.wait(self.timeout_s)
-            assert part.route is not None
-            assert part.keys is not None
-            found = part.rows(), part.route.inverse.split([len(k.values) for k in part.keys])[place]
+            return rows, route.inverse
+        self._wait(part.ready)
+        assert part.route is not None
+        assert part.keys is not None
+        return part.rows(), part.route.inverse.split([len(k.values) for k in part.keys])[place]
+
+    def _wait(self, latch: Latch) -> None:
+        started = time.perf_counter()
+        latch.wait(self.timeout_s)
         self._exposed_s += time.perf_counter() - started
-        return found
 
     def finish(self, part: PrioritizedPart, gradients: Gradients | None, divide_by: float) -> None:
         """The step's backward, or that it will have none."""
@@ -211,14 +213,18 @@ class PrioritizedEngine:
         assert after.keys is not None
         part.after = after
         later = after.route = exchange_ids(peers, self.store, Keys.join(after.keys))
-        part.asked_into_after = fs_kernels.collision_split(now.slots, later.slots)
-        after.asked_from_before = fs_kernels.collision_split(later.slots, now.slots)
+        part.asked_into_after = self._shared(now, later)
+        after.asked_from_before = self._shared(later, now)
         part.into_after = now.to_askers(peers, part.asked_into_after.byte(), phase="collisions").bool()
         after.from_before = later.to_askers(peers, after.asked_from_before.byte(), phase="collisions").bool()
         alone = ~after.asked_from_before
         rows = self.store.read(later.slots[alone])
         wanted = ~after.from_before
         after.exclusive_rows = later.to_askers(peers, rows, of=alone, wanted=wanted, phase="exclusive rows")
+
+    def _shared(self, route: Route, other: Route) -> Tensor:
+        """`(Q,)` bool: which of this owner's rows that one step asks for the other asks for too, from any rank."""
+        return fs_kernels.collision_split(route.slots, other.slots)
 
     def _update(
         self, part: PrioritizedPart, gradients: Gradients | None, optimizer: RowOptimizer, divide_by: float
@@ -278,8 +284,11 @@ class PrioritizedEngine:
             sums = deferred.sums[sent]
             received = route.to_owners(self._peers, sums, of=asked, sent=sent, phase="exclusive gradients")
             slots, received = _from_ranks_with_gradients(route, asked, received, deferred.kinds)
-            self.store.update_(slots, received, deferred.number, optimizer)
+            self._apply_deferred(slots, received, deferred.number, optimizer)
         part.route = None
+
+    def _apply_deferred(self, slots: Tensor, grads: Tensor, number: int, optimizer: RowOptimizer) -> None:
+        self.store.update_(slots, grads, number, optimizer)
 
     def _prime_coming(self) -> None:
         if self._coming is not None and not self._looked_ahead:

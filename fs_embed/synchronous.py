@@ -4,7 +4,6 @@ What prioritized tables are compared with, bit for bit. It shares with them who 
 and nothing of what runs ahead. `Plain` is also how prioritized tables serve what was not announced.
 """
 
-import time
 from collections.abc import Sequence
 
 import torch
@@ -73,7 +72,6 @@ class SynchronousEngine:
     def __init__(self, store: Store, peers: Peers) -> None:
         self.store = store
         self._plain = Plain(store, peers)
-        self._exposed_s = 0.0
         self.num_skipped = 0
 
     def new_part(self, keys: Sequence[Keys] | None) -> SynchronousPart:
@@ -86,16 +84,13 @@ class SynchronousEngine:
         pass
 
     def look_up(self, part: SynchronousPart, keys: Keys, place: int | None) -> tuple[Tensor, Tensor]:
-        started = time.perf_counter()
         found = self._plain.fetch_in_rounds(keys)
-        self._exposed_s += time.perf_counter() - started
         assert found is not None
         route, rows = found
         return rows, route.inverse
 
     @torch.no_grad()
     def finish(self, part: SynchronousPart, gradients: Gradients | None, divide_by: float) -> None:
-        started = time.perf_counter()
         while self._plain.fetch_in_rounds(None) is not None:
             pass  # a rank without this step's forward answers the lookups of those with one
         kinds = self._plain.peers.agree("update", kind_of(gradients))
@@ -103,7 +98,6 @@ class SynchronousEngine:
             self.num_skipped += 1
         elif any(kinds):
             self._plain.push(gradients, self.store.optimizer_now(), divide_by)
-        self._exposed_s += time.perf_counter() - started
 
     def evaluate(self, keys: Keys) -> Tensor:
         route, rows = self._plain.fetch(keys)
@@ -119,7 +113,7 @@ class SynchronousEngine:
         pass
 
     def exposed_wait_s(self) -> float:
-        return self._exposed_s
+        return sum(self._plain.peers.wait_s.values())
 
     def all_peers(self) -> list[Peers]:
         return [self._plain.peers]
