@@ -35,6 +35,8 @@ class Mesh:
         self.pids: list[int] = []
         self.sockets: dict[int, socket.socket] = {}
         self.departed: set[int] = set()
+        self._gone: dict[int, str] = {}  # kept after the sockets are closed
+        self._is_closed = False
         self._connect(store, timeout_s)
 
     def _connect(self, store: Store, timeout_s: float) -> None:
@@ -121,23 +123,39 @@ class Mesh:
 
     def lost(self) -> dict[int, str]:
         """Peers whose process has ended without a goodbye, with the reason; takes nothing from the streams."""
-        found: dict[int, str] = {}
         for peer, s in list(self.sockets.items()):
-            if peer in self.departed:
+            if self._is_closed or peer in self.departed or peer in self._gone:
                 continue
             try:
                 peek = s.recv(HEADER_BYTES, socket.MSG_PEEK | socket.MSG_DONTWAIT)
             except BlockingIOError:
                 continue
             except OSError as error:
-                found[peer] = f"its connection broke: {error.strerror}"
+                if not self._is_closed:  # else it was this rank's thread that closed it just now
+                    self._gone[peer] = f"its connection broke: {error.strerror}"
                 continue
             if not peek:
-                found[peer] = "its process has ended"
-        return found
+                self._gone[peer] = "its process has ended"
+        return dict(self._gone)
+
+    def check(self) -> None:
+        """Raises what the streams tell of peers that have gone or given up; takes nothing else from them."""
+        for peer, s in self.sockets.items():
+            try:
+                peek = s.recv(HEADER_BYTES, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                continue
+            except OSError as error:
+                raise self._lost(peer) from error
+            if not peek:
+                raise self._lost(peer)
+            if len(peek) == HEADER_BYTES and Header.unpack(peek).kind == Kind.FAILED:
+                self.receive(peer, timeout_s=1.0)  # raises, with the reason
 
     def close(self, goodbye: Header | None, payload: bytes = b"") -> None:
         """Says why, without waiting, and closes all sockets."""
+        self.lost()
+        self._is_closed = True
         for s in self.sockets.values():
             if goodbye is not None:
                 try:
@@ -148,7 +166,8 @@ class Mesh:
             s.close()
 
     def _lost(self, peer: int) -> PeerLost:
-        return PeerLost(f"{self.name_of(peer)} is lost: its process has ended")
+        self._gone.setdefault(peer, "its process has ended")
+        return PeerLost(f"{self.name_of(peer)} is lost: {self._gone[peer]}")
 
 
 def _exactly(s: socket.socket, num_bytes: int) -> bytes:
