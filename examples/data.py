@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fs_data import JaggedColumn
+from fs_kernels import jagged_permute
 
 Batch = dict[str, Tensor | JaggedColumn]
 
@@ -57,15 +58,16 @@ class RankingTask:
     num_negatives: int = 100
 
     def __call__(self, batch: Batch) -> Batch:
-        user, history, truth = batch["user"], batch["history"], batch[self.split]
+        (history,) = jagged(batch, "history")
+        user, truth, validation = batch["user"], batch[self.split], batch["validation"]
         assert isinstance(user, Tensor)
-        assert isinstance(history, JaggedColumn)
         assert isinstance(truth, Tensor)
-        seq = history
+        assert isinstance(validation, Tensor)
+        held_out = truth.nonzero().squeeze(1)  # 0 stands for users with too few items
+        user, truth, validation = user[held_out], truth[held_out], validation[held_out]
+        seq = JaggedColumn(*jagged_permute(history.values, history.offsets, held_out))
         if self.split == "test":
-            validation = batch["validation"]
-            assert isinstance(validation, Tensor)
-            seq = append(history, validation)
+            seq = append(seq, validation)
         each = torch.full((len(user),), self.num_negatives)
         # The truth counts as seen, or it might be drawn against itself.
         negatives = unseen_items(append(seq, truth), user, each, self.num_items, salt=-1)

@@ -116,7 +116,8 @@ class Block(nn.Module):
 class ComputeClock:
     """Seconds of each `with` block: compute alone, since no rank waits for another inside.
 
-    What a straggler costs shows only where waiting is left out: timed with the collectives, all ranks look alike.
+    What a straggler costs shows only where waiting is left out: timed with the collectives, all ranks look alike. On a
+    CPU it is the thread's own processor time, since other threads and ranks may share the cores; on a GPU, events.
     """
 
     def __init__(self) -> None:
@@ -125,7 +126,7 @@ class ComputeClock:
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def __enter__(self) -> None:
-        self._start = time.perf_counter()
+        self._start = time.thread_time()
         if torch.cuda.is_initialized():
             self._events.append((torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)))
             self._events[-1][0].record()
@@ -134,7 +135,7 @@ class ComputeClock:
         if self._events:
             self._events[-1][1].record()
         else:
-            self.seconds.append(time.perf_counter() - self._start)
+            self.seconds.append(time.thread_time() - self._start)
 
     def take(self) -> list[float]:
         """The times since the last call, in order; waits for the device where there is one."""

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch.distributed as dist
 
@@ -14,12 +15,12 @@ class Settings:
     """Parquet of histories, as `fs-data generate` or `fs-data build` writes it."""
     num_items: int
     """Item ids run from 1 to this."""
-    run: Path = Path("runs/default")
+    out: Path = Path("runs/default")
     """Folder for checkpoints and the log of losses."""
     loader: str = "balanced"
     """`balanced`, or `plain` for the DataLoader alone."""
     partitioner: str = "few_moves"
-    embeddings: str = "prioritized"
+    embeddings: Literal["prioritized", "synchronous"] = "prioritized"
     """`prioritized`, or `synchronous`."""
     epochs: int = 1
     max_steps: int = 0
@@ -35,6 +36,8 @@ class Settings:
     """Of Adam, for the dense part."""
     embedding_lr: float = 0.05
     """Of row-wise Adagrad, for the item table."""
+    double: bool = False
+    """Trains in float64."""
     workers: int = 0
     """DataLoader's worker processes a rank."""
     seed: int = 0
@@ -68,7 +71,7 @@ def parse(arguments: list[str] | None = None) -> Settings:
         elif default is dataclasses.MISSING:
             parser.add_argument(flag, type=field.type, required=True)  # pyright: ignore[reportArgumentType]
         else:
-            kind = Path if field.name in ("run", "report") else type(default)
+            kind = Path if field.name in ("out", "report") else type(default)
             parser.add_argument(flag, type=kind, default=default, choices=_CHOICES.get(field.name))
     return Settings(**vars(parser.parse_args(arguments)))
 

@@ -50,10 +50,10 @@ def test_negatives_change_with_the_epoch() -> None:
 
 def test_the_true_item_is_first_and_the_test_sees_the_validation_item() -> None:
     batch = {
-        "user": torch.tensor([0, 1]),
-        "history": column([[1, 2], [3]]),
-        "validation": torch.tensor([4, 5]),
-        "test": torch.tensor([6, 7]),
+        "user": torch.tensor([0, 8, 1]),
+        "history": column([[1, 2], [9, 9], [3]]),
+        "validation": torch.tensor([4, 0, 5]),
+        "test": torch.tensor([6, 0, 7]),  # user 8 has too few items to hold any out
     }
     ranked = RankingTask(num_items=200, split="test", num_negatives=20)(batch)
     assert rows_of(jagged(ranked, "seq")[0]) == [[1, 2, 4], [3, 5]]
