@@ -24,11 +24,11 @@ from fs_data.agree import check_alike, raise_failures
 from fs_data.column import Part, join
 from fs_data.errors import Disagreement
 from fs_data.hooks import Pace
-from fs_data.local import Held, Local, Measures, RowField, prepare, weights_of
+from fs_data.local import Held, Local, Measures, RowField, features_of, prepare, sums_of_candidates, weights_of
 from fs_data.pack import block_bytes, pack, unpack
 from fs_data.planner import Planner
 from fs_data.schema import BatchSchema, BoundSchema
-from fs_data.shuffle_plan import Features, Plan
+from fs_data.shuffle_plan import Plan
 from fs_data.world import World, bytes_to_ints
 
 Ints = NDArray[np.int64]
@@ -86,6 +86,8 @@ class Balanced:
     """One rank's part of a balanced global batch."""
 
     step: int
+    """Counts the batches of the loader's life."""
+    step_in_pass: int
     batch: Any
     plan: Plan
     weights: dict[str, NDArray[np.float64]]
@@ -109,6 +111,7 @@ class Exchange:
         self.world, self.config, self.planner = world, config, planner
         self.schema: BoundSchema | None = None
         self.num_steps = 0
+        self.num_in_pass = 0
         self.held: Held | None = None
         self.pace = Pace()
         self.pin_memory = False
@@ -149,8 +152,10 @@ class Exchange:
         weights, totals = self._weights(plan, rows)
         self.held = local.keep(plan.deferred_here(self.world.rank))
         self.num_steps += 1
+        self.num_in_pass += 1
         return Balanced(
             step=self.num_steps - 1,
+            step_in_pass=self.num_in_pass - 1,
             batch=batch,
             plan=plan,
             weights=weights,
@@ -267,7 +272,7 @@ class Exchange:
         message = np.zeros(room, np.int64)
         message[: len(local.content_lengths)] = local.content_lengths
         everyone = self.world.gather(message, f"stage 2 of batch {self.num_steps} (candidate lengths)")
-        return np.concatenate([_sums(lengths, c) for lengths, c in zip(everyone, counts, strict=True)], axis=1)
+        return np.concatenate([sums_of_candidates(x, c) for x, c in zip(everyone, counts, strict=True)], axis=1)
 
     # ---- the plan ---------------------------------------------------------------------------------------------------
 
@@ -275,22 +280,13 @@ class Exchange:
         self, local: Local, heads: Ints, rows: list[Ints], content: Ints
     ) -> tuple[Plan | None, Tensor | None, BaseException | None]:
         try:
-            everyone = np.concatenate(rows)
-            features = Features(
-                rank=np.repeat(np.arange(self.world.size), heads[:, _Head.SAMPLES]),
-                num_tokens=everyone[:, RowField.TOKENS],
-                num_candidates=everyone[:, RowField.CANDIDATES],
-                content_sum=content[0],
-                content_sum_of_squares=content[1],
-                num_bytes=everyone[:, RowField.BYTES],
-                group=everyone[:, RowField.GROUP] if self.schema and self.schema.group else None,
-                age=everyone[:, RowField.AGE],
-            )
+            features = features_of(rows, content, has_groups=self.bound_schema.group is not None)
             plan = self.planner.plan(
                 self.num_steps,
                 features,
                 heads[:, _Head.COMPUTE_NS],
                 heads[:, _Head.COEFFICIENTS :],
+                batch=self.num_in_pass,
                 is_last=self._is_last(heads),
             )
             return plan, self._pack(plan, local, rows), None
@@ -382,10 +378,3 @@ class _Timed:
         with torch.profiler.record_function(f"fs_data::{stage}"):
             yield
         self.seconds[stage] = time.perf_counter() - start
-
-
-def _sums(lengths: Ints, counts: Ints) -> Ints:
-    """`(2, B)`: sums of `lengths` and of their squares over runs of `counts` `(B,)`."""
-    ends = np.cumsum(counts)
-    totals = np.stack([np.r_[0, np.cumsum(x)] for x in (lengths, lengths**2)])
-    return totals[:, ends] - totals[:, ends - counts]

@@ -7,7 +7,9 @@ import warnings
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import is_dataclass, replace
+from dataclasses import is_dataclass
+from dataclasses import replace as replace_fields
+from os import PathLike
 from typing import Any, Generic, TypeVar, cast
 
 import numpy as np
@@ -18,12 +20,14 @@ from torch import Tensor, nn
 
 from fs_data import cost as costs
 from fs_data import partition
+from fs_data.audit import Auditor, AuditReport
 from fs_data.cost import CostModel
 from fs_data.device import Lane
 from fs_data.errors import LoaderError
 from fs_data.exchange import Exchange, ExchangeConfig, OnExhausted
 from fs_data.feeds import Feeds, Lookups
 from fs_data.hooks import Attachment, ComputeTimes
+from fs_data.journal import Journal, Replay
 from fs_data.local import Held, Measures
 from fs_data.partition import Partitioner
 from fs_data.pipeline import Handed, Pipeline
@@ -41,7 +45,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 _STATE_VERSION = 1
 _BEGINNING: dict[str, Any] = {
-    "inner": None, "count": 0, "exhausted": False, "step": 0, "held": None, "planner": {},
+    "inner": None, "count": 0, "exhausted": False, "step": 0, "step_in_pass": 0, "held": None, "planner": {},
 }  # fmt: skip
 _REMEMBERED = 4  # batches whose weights are kept; pipelines hold up to three
 
@@ -70,6 +74,9 @@ class BalancedDataLoader(Generic[T_co]):
             `loss_scale`. The task `"samples"`, where each sample weighs 1, is always there.
         defer: Steps that a sample may wait whose cost alone exceeds a rank's mean, until there is one for each rank; 0
             lets none wait, so that no sample changes its step.
+        audit: Leaves every batch as it was dealt, and predicts from measured times what balancing would save (`audit`).
+        journal: A file in which rank 0 writes a short line for each plan, so that the run can be replayed.
+        replay: The journal of an earlier run: plans that learned from measured times are made as they were then.
         on_exhausted: When some ranks run out of batches: `"balance"` spreads the rest over all ranks, `"stop"` ends the
             pass on all, `"error"` raises.
         device: Where batches are to lie when they are handed out; None leaves them where they are. Batches in host
@@ -93,6 +100,9 @@ class BalancedDataLoader(Generic[T_co]):
         length: str | Callable[[Any], Any] | None = None,
         weights: Mapping[str, Callable[[Any], Any]] | None = None,
         defer: int = 0,
+        audit: bool = False,
+        journal: str | PathLike[str] | None = None,
+        replay: str | PathLike[str] | None = None,
         on_exhausted: OnExhausted = "balance",
         device: torch.device | str | int | None = None,
         group: dist.ProcessGroup | None = None,
@@ -114,6 +124,11 @@ class BalancedDataLoader(Generic[T_co]):
         self._world = make_world(group, timeout_s * 1.1 + 5)
         schema = schema if isinstance(schema, BatchSchema) else BatchSchema(schema)
         weights = dict(weights or {})
+        measures = Measures(length=_length(length), weights=weights)
+        here = np.asarray([zlib.crc32(socket.gethostname().encode()), _len(loader)])
+        host_names, lengths = self._world.gather(here, "construction").T
+        hosts = _hosts(host_names)
+        self._len = int(lengths.max()) if (lengths >= 0).all() else None
         settings = "\n".join(
             (
                 f"partitioner={_name(partitioner)}",
@@ -123,20 +138,24 @@ class BalancedDataLoader(Generic[T_co]):
                 f"defer={defer}",
                 f"on_exhausted={on_exhausted}",
                 f"weights={list(weights)}",
+                f"hosts={hosts.tolist() if hosts.any() else 'one'}",
             )
         )
-        measures = Measures(length=_length(length), weights=weights)
         config = ExchangeConfig(schema=schema, measures=measures, on_exhausted=on_exhausted, settings=settings)
-        hosts = self._world.gather(
-            np.asarray([zlib.crc32(socket.gethostname().encode()), _len(loader)]), "construction"
-        ).T
-        self._len = int(hosts[1].max()) if (hosts[1] >= 0).all() else None
+        journaled = replayed = None
+        if journal is not None and self._world.rank == 0:
+            journaled = Journal(journal, world_size=self._world.size, settings=settings)
+        if replay is not None:
+            replayed = Replay(replay, world_size=self._world.size, settings=settings)
         planner = Planner(
             partition.make(partitioner, max_tokens=max_tokens, max_samples=max_samples),
             costs.make(cost),
             world_size=self._world.size,
-            host=_hosts(hosts[0]),
+            host=hosts,
             max_wait=defer,
+            auditor=Auditor() if audit else None,
+            journal=journaled,
+            replay=replayed,
         )
         self._exchange = Exchange(self._world, config, planner)
         self._lane = Lane(None if device is None else torch.device(device))
@@ -175,7 +194,7 @@ class BalancedDataLoader(Generic[T_co]):
                 feeds.flush()
             if pipeline.end_state is not None:
                 planner_state = self._exchange.planner.state_dict()
-                ended = {"step": self._exchange.num_steps, "held": None, "planner": planner_state}
+                ended = {"step": self._exchange.num_steps, "step_in_pass": 0, "held": None, "planner": planner_state}
                 self._own_state = pipeline.end_state | ended
         finally:
             pipeline.stop("break, or an exception in the loop")
@@ -183,6 +202,7 @@ class BalancedDataLoader(Generic[T_co]):
     def _begin_pass(self) -> Pipeline:
         self._end_pass("a new pass over the data began")
         resume, self._resume = self._resume or {}, None
+        self._exchange.num_in_pass = resume.get("step_in_pass", 0)
         held = resume.get("held")
         self._exchange.held = Held.from_state(held) if held else None
         for feeds in self._feeds:
@@ -210,11 +230,16 @@ class BalancedDataLoader(Generic[T_co]):
     def _note(self, handed: Handed, batch: Any) -> None:
         balanced = handed.current.balanced
         held = balanced.held.state_dict() if balanced.held else None
-        self._own_state = handed.state | {"step": balanced.step + 1, "held": held, "planner": balanced.planner_state}
+        self._own_state = handed.state | {
+            "step": balanced.step + 1,
+            "step_in_pass": balanced.step_in_pass + 1,
+            "held": held,
+            "planner": balanced.planner_state,
+        }
         self._step = balanced.step + 1
         self._times.begin_step(balanced.step)
         self._given.append(Given.of(batch, balanced, self._exchange.bound_schema))
-        step = replace(handed.current.stats, exposed_wait_ms=handed.exposed_wait_s * 1000)
+        step = replace_fields(handed.current.stats, exposed_wait_ms=handed.exposed_wait_s * 1000)
         self._totals.add(step)
         if self._writer is not None:
             write_scalars(self._writer, step)
@@ -262,6 +287,7 @@ class BalancedDataLoader(Generic[T_co]):
         """Ends the pass, its threads and the wrapped loader's workers, and removes hooks; may be called twice."""
         self.detach()
         self._end_pass("closed")
+        self._close_journal()
 
     def __enter__(self) -> "BalancedDataLoader[T_co]":
         return self
@@ -273,6 +299,12 @@ class BalancedDataLoader(Generic[T_co]):
         except LoaderError:
             if error is None:  # else the loop's own error says more
                 raise
+        finally:
+            self._close_journal()
+
+    def _close_journal(self) -> None:
+        if self._exchange.planner.journal is not None:
+            self._exchange.planner.journal.close()
 
     def _end_pass(self, reason: str) -> None:
         pipeline, self._pipeline = self._pipeline, None
@@ -379,6 +411,13 @@ class BalancedDataLoader(Generic[T_co]):
         for owner in owners:
             if hasattr(owner, "set_epoch"):
                 cast("Any", owner).set_epoch(epoch)
+
+    def audit(self) -> AuditReport:
+        """What stragglers cost so far and what balancing would save, with `audit=True`; no communication."""
+        auditor = self._exchange.planner.auditor
+        if auditor is None:
+            raise ValueError("an audit needs BalancedDataLoader(..., audit=True)")
+        return auditor.report()
 
     def stats(self) -> LoaderStats:
         """Imbalance, bytes and times over all steps so far; no communication."""

@@ -3,7 +3,7 @@
 Legend: B samples of this rank, T tasks with loss weights.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -16,6 +16,7 @@ from torch import Tensor
 from fs_data.column import Column, Part, join
 from fs_data.errors import LoaderError
 from fs_data.schema import BoundSchema, Split
+from fs_data.shuffle_plan import Features
 from fs_data.tree import Tree
 
 Ints = NDArray[np.int64]
@@ -126,6 +127,34 @@ def prepare(batch: Any, schema: BoundSchema, measures: Measures) -> Local:
             raise LoaderError(f"weights['{task}'] must be finite and at least 0, got {weight.min()} to {weight.max()}")
         rows[:, column] = weight.view(np.int64)
     return Local(rows, split.columns, content_lengths, split.tree, is_batch=True)
+
+
+def features_of(rows: Sequence[Ints], content: Ints, *, has_groups: bool) -> Features:
+    """What a plan is made from.
+
+    Args:
+        rows: `(B, 5 + T)` of each rank.
+        content: `(2, N)` of `sums_of_candidates`, rank after rank.
+        has_groups: Whether samples have groups.
+    """
+    everyone = np.concatenate(rows)
+    return Features(
+        rank=np.repeat(np.arange(len(rows)), [len(r) for r in rows]),
+        num_tokens=everyone[:, RowField.TOKENS],
+        num_candidates=everyone[:, RowField.CANDIDATES],
+        content_sum=content[0],
+        content_sum_of_squares=content[1],
+        num_bytes=everyone[:, RowField.BYTES],
+        group=everyone[:, RowField.GROUP] if has_groups else None,
+        age=everyone[:, RowField.AGE],
+    )
+
+
+def sums_of_candidates(lengths: Ints, counts: Ints) -> Ints:
+    """`(2, B)`: sums of content lengths and of their squares over each sample's candidates, `counts` `(B,)` in all."""
+    ends = np.cumsum(counts)
+    totals = np.stack([np.r_[0, np.cumsum(x)] for x in (lengths, lengths**2)])
+    return totals[:, ends] - totals[:, ends - counts]
 
 
 def weights_of(rows: Ints, task_index: int) -> NDArray[np.float64]:

@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fs_data.audit import Auditor
 from fs_data.cost import CostModel
 from fs_data.errors import LoaderError
+from fs_data.journal import Journal, Replay
 from fs_data.partition import Partitioner
 from fs_data.plan import RuntimeInfo, WorldBatch
 from fs_data.shuffle_plan import Features, Plan
@@ -41,9 +43,13 @@ class Planner:
         world_size: int,
         host: Ints | None = None,
         max_wait: int = 0,
+        auditor: Auditor | None = None,
+        journal: Journal | None = None,
+        replay: Replay | None = None,
     ) -> None:
         self.partition, self.cost, self.max_wait = partition, cost, max_wait
         self.world_size, self.host = world_size, np.zeros(0, np.int64) if host is None else host
+        self.auditor, self.journal, self.replay = auditor, journal, replay
         self._compute_ns: deque[Ints] = deque(maxlen=_HISTORY)
         self._plans: dict[int, Plan] = {}  # by step, those whose times are still to come
 
@@ -53,7 +59,14 @@ class Planner:
         return np.asarray(found, np.int64)
 
     def plan(
-        self, step: int, features: Features, compute_ns: Ints, coefficients: Ints, *, is_last: bool = False
+        self,
+        step: int,
+        features: Features,
+        compute_ns: Ints,
+        coefficients: Ints,
+        *,
+        batch: int | None = None,
+        is_last: bool = False,
     ) -> Plan:
         """The same plan on every rank, from gathered numbers.
 
@@ -61,13 +74,16 @@ class Planner:
             step: Counts the loader's batches.
             compute_ns: `(R,)` times of step − LAG; −1 where a rank has none.
             coefficients: `(R, 4)`.
+            batch: Counts the batches of a pass, for the journal.
             is_last: No rank's loader has more, so nothing may wait.
         """
         num_samples = len(features.rank)
         if not num_samples:
             raise LoaderError(f"batch {step} is empty on every rank; at least one rank's loader must give samples")
         self._observe(step - LAG, compute_ns)
-        if hasattr(self.cost, "adopt"):
+        if self.replay is not None:
+            self.replay.before(step, self.partition, self.cost)
+        elif hasattr(self.cost, "adopt"):
             self.cost.adopt(coefficients[0])  # pyright: ignore
         cost = _as_ints(self.cost(features), "cost", num_samples)
         if (cost < 0).any():
@@ -75,8 +91,12 @@ class Planner:
         history = np.stack(self._compute_ns) if self._compute_ns else np.zeros((0, self.world_size), np.int64)
         runtime = RuntimeInfo(step=step, host=self.host, compute_ns=history)
         plan = self._complete(features, cost, self._assign(features, cost, runtime, is_last))
+        if self.replay is not None:
+            self.replay.check(step, plan)
+        if self.journal is not None:
+            self.journal.record(step, plan, self.partition, self.cost, batch=batch)
         self._plans[step] = plan
-        return plan
+        return plan if self.auditor is None else self._complete(features, cost, features.rank)
 
     def state_dict(self) -> dict[str, Any]:
         """What the partition function and the cost model remember; empty where they remember nothing."""
@@ -95,9 +115,13 @@ class Planner:
         if plan is None or (compute_ns < 0).any():
             return
         self._compute_ns.append(compute_ns)
-        for owner in (self.partition, self.cost):
-            if hasattr(owner, "observe"):
-                owner.observe(plan, compute_ns)  # pyright: ignore
+        if self.auditor is not None:
+            dealt = self._complete(plan.features, plan.cost, plan.features.rank)
+            self.auditor.observe(dealt, plan, compute_ns)
+        elif self.replay is None:
+            for owner in (self.partition, self.cost):
+                if hasattr(owner, "observe"):
+                    owner.observe(plan, compute_ns)  # pyright: ignore
 
     def _assign(self, features: Features, cost: Ints, runtime: RuntimeInfo, is_last: bool) -> Ints:
         """`(N,)` destinations, −1 for samples that wait; groups go to the partition function as one unit each."""
