@@ -40,7 +40,9 @@ class Peers:
     def headers(self, phase: str, values: Sequence[int]) -> list[list[int]]:
         """Each rank's values, after a check that all ranks are at the same place; all ranks must call."""
         self._num_headers += 1
-        mine = [PHASES.index(phase), self._num_headers, *values]
+        # Of one size whatever the phase: gloo aborts the process where sizes differ, before anything could be told.
+        padding = [0] * (3 + self.world_size - len(values))
+        mine = [PHASES.index(phase), self._num_headers, *values, *padding]
         if self.group is None:
             return [list(values)]
         started = time.perf_counter()
