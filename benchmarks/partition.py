@@ -8,6 +8,7 @@ seed planned once in turn by all of them. Figures are medians over seeds.
 
 import argparse
 import time
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,6 @@ from benchmarks.report import Row, publish, row
 from fs_data import RuntimeInfo, WorldBatch
 from fs_data.cost import Quadratic
 from fs_data.partition import Partitioner, PlanReport, identity, make, report
-from fs_data.partition.compiled import numba
 from fs_data.shuffle_plan import Features
 
 VARIANTS: dict[str, Partitioner] = {
@@ -84,7 +84,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
     rows: list[Row] = []
-    figures: dict[str, Any] = {"batch": options.batch, "compiled": numba is not None}
+    figures: dict[str, Any] = {"batch": options.batch, "compiled": find_spec("numba") is not None}
     found: dict[str, Any] = {}
     for kind in options.lengths:
         for ranks in options.ranks:

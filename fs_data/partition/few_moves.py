@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from fs_data.partition.compiled import quickest
+from fs_data.partition.swaps import HELPERS, level_counts, swap_pairs
 from fs_data.plan import Assignment, RuntimeInfo, WorldBatch
 
 Ints = NDArray[np.int64]
@@ -29,8 +31,6 @@ class FewMoves:
             raise ValueError(f"tolerance must be at least 0 and less than 1 (0.01 is 1 %), got {self.tolerance}")
 
     def __call__(self, world: WorldBatch, runtime: RuntimeInfo) -> Assignment:
-        from fs_data.partition.swaps import level_counts, swap_pairs
-
         if not len(world.cost):
             return world.rank.copy()
         size = world.world_size
@@ -38,7 +38,8 @@ class FewMoves:
         target = target_counts(count)
         destination = world.rank.copy()
         if (count != target).any():
-            level_counts(world.cost, destination, count.astype(np.int64), target)
+            level = quickest(level_counts, num_samples=len(world.cost))
+            level(world.cost, destination, count.astype(np.int64), target)
         order = np.argsort(destination, kind="stable")  # (N,) rank after rank
         start = np.r_[0, np.cumsum(target)]  # (R + 1,)
         cost = world.cost[order]
@@ -46,9 +47,10 @@ class FewMoves:
         slack = int(int(cost.sum()) * round(self.tolerance * 1e9) // (size * 10**9))
         ceiling = max(int(cost.sum()) // size, int(cost.max())) + slack
         is_sorted = np.zeros(size, np.bool_)
+        swap = quickest(swap_pairs, *HELPERS, num_samples=len(cost))
         for ranks in [*_hosts(runtime.host, size), np.arange(size)]:
             across = len(ranks) == size
-            swap_pairs(cost, order, start, load, is_sorted, ranks, ceiling, slack if across else -1)
+            swap(cost, order, start, load, is_sorted, ranks, ceiling, slack if across else -1)
         destination[order] = np.repeat(np.arange(size), target)
         return destination
 

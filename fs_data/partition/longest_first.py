@@ -1,16 +1,13 @@
-"""The loop of lpt. Importing this module imports numba, where it is installed."""
+"""The loop of lpt, in the part of Python that numba compiles."""
 
 import heapq
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fs_data.partition.compiled import compiled
-
 Ints = NDArray[np.int64]
 
 
-@compiled
 def longest_first(cost: Ints, order: Ints, world_size: int) -> Ints:
     """`(N,)` destinations, given in the `order` (N,) of samples; a rank leaves the heap when it is full."""
     room, extra = len(cost) // world_size, len(cost) % world_size  # `extra` ranks take one sample more

@@ -1,5 +1,7 @@
 """Longest processing time first (Graham 1969), with equal counts."""
 
+from fs_data.partition.compiled import quickest
+from fs_data.partition.longest_first import longest_first
 from fs_data.partition.order import most_expensive_first
 from fs_data.plan import Assignment, RuntimeInfo, WorldBatch
 
@@ -9,6 +11,5 @@ def lpt(world: WorldBatch, runtime: RuntimeInfo) -> Assignment:
 
     Counts differ by at most one. The most even of the plans, and it moves nearly every sample.
     """
-    from fs_data.partition.longest_first import longest_first
-
-    return longest_first(world.cost, most_expensive_first(world.cost), world.world_size)
+    place = quickest(longest_first, num_samples=len(world.cost))
+    return place(world.cost, most_expensive_first(world.cost), world.world_size)

@@ -1,4 +1,4 @@
-"""The loops of few_moves. Importing this module imports numba, where it is installed.
+"""The loops of few_moves, in the part of Python that numba compiles.
 
 Legend: N samples, R ranks. A rank's samples are one run of flat arrays, `start[r]` to `start[r + 1]`; runs are sorted
 by cost once they are needed, ties by global index.
@@ -9,14 +9,13 @@ import heapq
 import numpy as np
 from numpy.typing import NDArray
 
-from fs_data.partition.compiled import Int, compiled
+from fs_data.partition.compiled import Int
 
 Ints = NDArray[np.int64]
 
 _PATIENCE = 16  # receivers that a donor tries; the least loaded has the most room, so more seldom help
 
 
-@compiled
 def level_counts(cost: Ints, destination: Ints, count: Ints, target: Ints) -> None:
     """Moves samples, by `destination` (N,) in place, until each rank has its `target` (R,) number of them.
 
@@ -65,7 +64,6 @@ def level_counts(cost: Ints, destination: Ints, count: Ints, target: Ints) -> No
             heapq.heappop(donors)
 
 
-@compiled
 def swap_pairs(
     cost: Ints,
     sample: Ints,
@@ -130,7 +128,6 @@ def swap_pairs(
             heapq.heappush(takers, (load[r], r))
 
 
-@compiled
 def _choose(donor: Ints, taker: Ints, excess: Int, room: Int) -> tuple[Int, Int]:
     """Positions of a swap that takes the most off the donor within the taker's `room`, or enough; −1 if there is none.
 
@@ -149,7 +146,6 @@ def _choose(donor: Ints, taker: Ints, excess: Int, room: Int) -> tuple[Int, Int]
     return fits[j], j
 
 
-@compiled
 def _halve(donor: Ints, taker: Ints, gap: Int, gain: Int) -> tuple[Int, Int]:
     """Positions of the swap that brings two loads `gap` apart closest; −1 if the higher sinks by ≤ `gain`."""
     best, best_i, best_j = max(gain, 0), -1, -1
@@ -163,7 +159,6 @@ def _halve(donor: Ints, taker: Ints, gap: Int, gain: Int) -> tuple[Int, Int]:
     return best_i, best_j
 
 
-@compiled
 def _sort_run(cost: Ints, sample: Ints, start: Ints, is_sorted: NDArray[np.bool_], rank: Int) -> None:
     if not is_sorted[rank]:
         run_cost, run_sample = cost[start[rank] : start[rank + 1]], sample[start[rank] : start[rank + 1]]
@@ -172,7 +167,6 @@ def _sort_run(cost: Ints, sample: Ints, start: Ints, is_sorted: NDArray[np.bool_
         is_sorted[rank] = True
 
 
-@compiled
 def _replace(cost: Ints, sample: Ints, first: Int, stop: Int, position: Int, new_cost: Int, new_sample: Int) -> None:
     """Takes the entry at `position` out of a sorted run, and puts the new one where it belongs."""
     to = first + np.searchsorted(cost[first:stop], new_cost, side="left")
@@ -184,3 +178,7 @@ def _replace(cost: Ints, sample: Ints, first: Int, stop: Int, position: Int, new
         cost[to + 1 : position + 1] = cost[to:position].copy()
         sample[to + 1 : position + 1] = sample[to:position].copy()
     cost[to], sample[to] = new_cost, new_sample
+
+
+HELPERS = (_choose, _halve, _sort_run, _replace)
+"""What `swap_pairs` calls."""

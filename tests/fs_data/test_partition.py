@@ -196,8 +196,9 @@ import hashlib, sys
 if sys.argv[1] == "without":
     sys.modules["numba"] = None
 from fs_data import RuntimeInfo
-from fs_data.partition import make
+from fs_data.partition import compiled, make
 from tests.fs_data.worlds import heavy_tailed, world
+compiled.WORTH_COMPILING = 0
 worlds = [heavy_tailed(16, 24, seed, kind) for seed in range(3) for kind in ("lognormal", "pareto")]
 worlds += [world([[9, 9, 1], [], [5]]), world([[3], [4]]), world([[7] * 20, [1], [2] * 5])]
 for name in ("few_moves", "lpt", "fbs", "vbs"):
