@@ -5,7 +5,7 @@ One thread at a time may call a `World`: its collectives have one order, and a p
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from fs_data.errors import LoaderError, RankLost
 
 _TEXT_BYTES = 4096
+_HEARTBEAT_PATIENCE_S = 2.0
 
 
 class World(Protocol):
@@ -94,10 +95,16 @@ class _NamingLostRanks(contextlib.AbstractContextManager[None]):
 
 
 def _lost_ranks(group: dist.ProcessGroup, error: RuntimeError) -> tuple[tuple[int, ...], str]:
-    """Group ranks that are gone: named by the error itself where the transport knows, else by a roll call."""
+    """The group's ranks that are gone: named by the error, or by heartbeats, where there are any, else by a roll call."""
     peer = getattr(error, "peer", None)
     if isinstance(peer, int):
         return (peer,), "was lost"
+    ask: Callable[[], dict[int, str]] | None = getattr(group, "lost_ranks", None)
+    deadline = time.monotonic() + _HEARTBEAT_PATIENCE_S
+    while ask is not None and time.monotonic() < deadline:
+        if found := ask():
+            return tuple(dist.get_group_rank(group, r) for r in sorted(found)), "was lost"
+        time.sleep(0.05)
     try:
         return _roll_call(group), "died or did not answer"
     except Exception:
