@@ -55,9 +55,10 @@ class Engine:
         attach: bool,
         staging: Staging | None,
         elsewhere: Callable[[Exchange], None] | None,
+        on_end: Callable[[], None] = lambda: None,
     ) -> None:
         self.mesh, self.timeout_s = mesh, timeout_s
-        self.attach, self.staging, self._elsewhere = attach, staging, elsewhere
+        self.attach, self.staging, self._elsewhere, self._on_end = attach, staging, elsewhere, on_end
         self._others = [(mesh.rank + k) % mesh.size for k in range(1, mesh.size)]  # each rank begins with another peer
         self._queue: queue.SimpleQueue[Exchange | None] = queue.SimpleQueue()
         self._sequence = 0
@@ -109,6 +110,7 @@ class Engine:
             self.mesh.close(Header(Kind.BYE, self._sequence))
         if self.staging is not None:
             self.staging.close()
+        self._on_end()
 
     def _run(self, x: Exchange) -> None:
         deadline = time.monotonic() + self.timeout_s

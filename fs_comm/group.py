@@ -18,10 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from fs_comm.engine import Engine, Exchange
+from fs_comm.engine import INLINE_BYTES, Engine, Exchange
 from fs_comm.errors import CommError
 from fs_comm.mesh import Mesh
 from fs_comm.transports.memory import Staging, allow_attach, read_from
+from fs_comm.transports.verbs_road import VerbsRoad, why_not_verbs
 from fs_comm.wire import DTYPE_NUMBER, Op
 from fs_comm.work import ExchangeWork
 
@@ -43,7 +44,7 @@ def new_group(
     Args:
         ranks: Global ranks; None takes all.
         transports: Those to choose from, in order of preference. `"shm"` serves groups whose ranks share a host,
-            `"gloo"` all others.
+            `"verbs"` those whose ranks all have an RDMA port, `"gloo"` any.
         timeout_s: Longest that a rank waits for another in one operation.
 
     Raises:
@@ -100,7 +101,6 @@ class SmFreeGroup(dist.ProcessGroup):
         self._rank, self._size, self._name = rank, size, ""
         self._global_ranks, self._timeout_s = tuple(global_ranks), timeout_s
         self._inner: Any = dist.ProcessGroupGloo(PrefixStore("inner", store), rank, size, timedelta(seconds=timeout_s))
-        self._lost: dict[int, str] = {}
         self._mesh = Mesh(
             PrefixStore("mesh", store),
             rank,
@@ -108,23 +108,55 @@ class SmFreeGroup(dist.ProcessGroup):
             timeout_s=timeout_s,
             name_of=lambda r: f"rank {global_ranks[r]}",
         )
-        is_one_host = len(set(self._mesh.hosts)) == 1
-        if "shm" not in transports and "gloo" not in transports:
-            raise CommError(f"no transport of {list(transports)} serves these ranks: allow 'shm' or 'gloo' too")
-        self.transport = "shm" if is_one_host and "shm" in transports else "gloo"
+        self.transport, self.transport_reason = self._choose(store, transports)
         attach = self.transport == "shm" and self._can_attach(store)
         staging = None
         if self.transport == "shm" and not attach:
             staging = Staging(rank, size, self._mesh.sockets, timeout_s)
-        self.road = "attach" if attach else "staged" if staging else "gloo"
+        self.road = "attach" if attach else "staged" if staging else self.transport
+        self._verbs = None
+        if self.transport == "verbs":
+            self._verbs = VerbsRoad(
+                PrefixStore("verbs", store),
+                rank,
+                size,
+                local_rank=self._local_rank(),
+                timeout_s=timeout_s,
+                check=self._mesh.check,
+                name_of=self._mesh.name_of,
+            )
         self._engine = Engine(
             self._mesh,
             timeout_s=timeout_s,
             attach=attach,
             staging=staging,
-            elsewhere=None if self.transport == "shm" else self._by_gloo,
+            elsewhere={"shm": None, "verbs": self._by_verbs, "gloo": self._by_gloo}[self.transport],
+            on_end=self._verbs.close if self._verbs else lambda: None,
         )
         _live.add(self)
+
+    def _choose(self, store: Store, transports: Sequence[str]) -> tuple[str, str]:
+        """The first transport that serves all ranks, and why not those before it; the same on every rank."""
+        why_not: list[str] = []
+        for name in transports:
+            reason = None
+            if name == "shm" and len(set(self._mesh.hosts)) > 1:
+                reason = "the ranks are on several hosts"
+            elif name == "verbs" and self._size == 1:
+                reason = "one rank has no peer"
+            elif name == "verbs":
+                reason = why_not_verbs(
+                    PrefixStore("verbs", store), self._rank, self._size, local_rank=self._local_rank()
+                )
+            if reason is None:
+                return name, "; ".join(why_not)
+            why_not.append(f"{name}: {reason}")
+        raise CommError(
+            f"no transport of {list(transports)} serves these ranks: {'; '.join(why_not) or 'none is named'}"
+        )
+
+    def _local_rank(self) -> int:
+        return self._mesh.hosts[: self._rank].count(self._mesh.host)
 
     def _can_attach(self, store: Store) -> bool:
         """Every rank tries to read every other; all take the same road."""
@@ -150,8 +182,7 @@ class SmFreeGroup(dist.ProcessGroup):
 
     def lost_ranks(self) -> dict[int, str]:
         """Global ranks of this group whose processes have ended."""
-        self._lost |= {self._global_ranks[p]: why for p, why in self._mesh.lost().items()}
-        return dict(self._lost)
+        return {self._global_ranks[p]: why for p, why in self._mesh.lost().items()}
 
     # What the engine does.
 
@@ -264,6 +295,14 @@ class SmFreeGroup(dist.ProcessGroup):
         self._inner.alltoall_base(received, sent, *sizes).wait()
         for part, out in zip(received.split(sizes[0]), x.receive, strict=True):
             out.copy_(part)
+
+    def _by_verbs(self, x: Exchange) -> None:
+        """On the engine's thread, after all headers agreed; parts that came with the headers stay out."""
+        assert self._verbs is not None
+        if x.op == Op.ALL_GATHER:
+            self._verbs.all_gather(x.receive)
+        else:
+            self._verbs.all_to_all(x.receive, x.send, over_bytes=INLINE_BYTES)
 
     # What the inner group does.
 

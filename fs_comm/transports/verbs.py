@@ -11,7 +11,7 @@ import os
 import select
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Self
@@ -29,6 +29,7 @@ from fs_comm.transports.verbs_binding import (
     NoBinding,
     QueuePair,
     Region,
+    keep_mappings_from_children,
     load_binding,
     make_fork_safe,
     rdma_descriptors,
@@ -106,6 +107,8 @@ def probe_verbs(config: VerbsConfig | None = None, *, local_rank: int = 0) -> Av
         return Availability(False, str(error))
     return Availability(True, f"{port}, GID {gid}, by {binding.name}")
 
+
+_GID_HINT = f" (is each end's row of its GID table the one to use? {INDEX_VARIABLE} chooses another)"
 
 _open: "weakref.WeakSet[VerbsTransport]" = weakref.WeakSet()
 
@@ -233,7 +236,7 @@ class VerbsTransport:
         try:
             link.on_message(completion.immediate, completion.num_bytes)
         except ValueError as error:
-            raise CommError(f"verbs link to rank {link.peer} ({link.mine} to {link.peers}): {error}") from error
+            raise CommError(f"verbs link to {link.name} ({link.mine} to {link.peers}): {error}") from error
         return True
 
 
@@ -245,6 +248,7 @@ def open_verbs(
     config: VerbsConfig | None = None,
     local_rank: int = 0,
     timeout_s: float = 60.0,
+    name_of: Callable[[int], str] = "rank {}".format,
 ) -> VerbsTransport:
     """Connect this rank to its peers; all of them must call this, with each other among their peers.
 
@@ -255,6 +259,7 @@ def open_verbs(
         config: see `VerbsConfig`; by default from the environment.
         local_rank: of this rank on its host; deals out the ports where the configuration names none.
         timeout_s: for the whole of it, greeting of the peers included.
+        name_of: a rank of the group as messages call it.
 
     Raises:
         CommError: no device, port, GID or binding; not enough lockable memory; or a peer has reported such a thing.
@@ -264,13 +269,13 @@ def open_verbs(
     if not peers or rank in peers:
         raise ValueError(f"peers must be other ranks than {rank}, at least one, got {list(peers)}")
     deadline = time.monotonic() + timeout_s
-    board = _Board(store, rank, deadline)
+    board = _Board(store, rank, deadline, name_of)
     config = config or VerbsConfig.from_environ()
     try:
-        half = _HalfOpen(config, list(peers), local_rank)
+        half = _HalfOpen(config, list(peers), local_rank, name_of)
     except (OSError, ValueError, NoBinding) as error:
         board.report(peers, str(error))
-        raise CommError(f"rank {rank} cannot use verbs: {error}") from error
+        raise CommError(f"{name_of(rank)} cannot use verbs: {error}") from error
     try:
         for peer in peers:
             board.publish(peer, half.endpoints[peer].to_json())
@@ -279,11 +284,11 @@ def open_verbs(
         half.close()
         if isinstance(error, (OSError, ValueError)):
             board.report(peers, str(error))
-            raise CommError(f"rank {rank} cannot connect by verbs: {error}") from error
+            raise CommError(f"{name_of(rank)} cannot connect by verbs: {error}") from error
         raise
     try:
         board.all_connected(peers)
-        _greet(transport, rank, deadline, timeout_s)
+        _greet(transport, name_of(rank), deadline, timeout_s)
     except BaseException:
         transport.close(0.0)
         raise
@@ -293,8 +298,8 @@ def open_verbs(
 class _HalfOpen:
     """Device, memory and queue pairs, before the peers' addresses are known."""
 
-    def __init__(self, config: VerbsConfig, peers: list[int], local_rank: int) -> None:
-        self._config = config
+    def __init__(self, config: VerbsConfig, peers: list[int], local_rank: int, name_of: Callable[[int], str]) -> None:
+        self._config, self._name_of = config, name_of
         self._port, gid = _choose(config, list_ports(), local_rank)
         binding = load_binding(config.binding)
         make_fork_safe()
@@ -335,6 +340,7 @@ class _HalfOpen:
                     slots=self._slots,
                     slot_bytes=self._slot_bytes,
                 )
+            keep_mappings_from_children()
         except Exception as error:
             self.close()
             raise error if isinstance(error, (OSError, ValueError)) else OSError(str(error)) from error
@@ -355,7 +361,9 @@ class _HalfOpen:
             try:
                 self._pairs[peer].connect(path)
             except Exception as error:
-                raise OSError(f"no connection from {mine} to rank {peer} at {theirs}: {error}") from error
+                raise OSError(
+                    f"no connection from {mine} to {self._name_of(peer)} at {theirs}: {error}{_GID_HINT}"
+                ) from error
             start = mine.address - self._address
             middle, end = start + self._direction_bytes, start + 2 * self._direction_bytes
             links[peer] = VerbsLink(
@@ -367,6 +375,7 @@ class _HalfOpen:
                 incoming=view[start:middle],
                 outgoing=view[middle:end],
                 outgoing_address=self._address + middle,
+                name=self._name_of(peer),
             )
             links[peer].prepare()
         return VerbsTransport(self._device, links, view, config=self._config)
@@ -390,8 +399,8 @@ class _HalfOpen:
 class _Board:
     """Where ranks leave notes for each other while they connect: the group's store."""
 
-    def __init__(self, store: Store, rank: int, deadline: float) -> None:
-        self._store, self._rank, self._deadline = store, rank, deadline
+    def __init__(self, store: Store, rank: int, deadline: float, name_of: Callable[[int], str]) -> None:
+        self._store, self._rank, self._deadline, self._name_of = store, rank, deadline, name_of
 
     def publish(self, peer: int, endpoint: str) -> None:
         self._store.set(f"verbs/{self._rank}/{peer}", "+" + endpoint)
@@ -416,10 +425,12 @@ class _Board:
         try:
             self._store.wait([key], timedelta(seconds=left_s))
         except (dist.DistStoreError, RuntimeError) as error:
-            raise CommTimeout(f"rank {self._rank} opening verbs: rank {peer} did not give {what} in time") from error
+            raise CommTimeout(
+                f"{self._name_of(self._rank)} opening verbs: {self._name_of(peer)} did not give {what} in time"
+            ) from error
         text = self._store.get(key).decode()
         if text[0] == "-":
-            raise CommError(f"rank {peer} cannot use verbs: {text[1:]}")
+            raise CommError(f"{self._name_of(peer)} cannot use verbs: {text[1:]}")
         return text[1:]
 
 
@@ -428,26 +439,28 @@ def _choose(config: VerbsConfig, ports: Sequence[RdmaPort], local_rank: int) -> 
     return port, choose_gid(read_gid_table(port), link_layer=port.link_layer, index=config.gid_index)
 
 
-def _greet(transport: VerbsTransport, rank: int, deadline: float, timeout_s: float) -> None:
+def _greet(transport: VerbsTransport, me: str, deadline: float, timeout_s: float) -> None:
     """Prove each link in both directions before it carries anything."""
     for link in transport.links.values():
         link.greet()
     while silent := [link for link in transport.links.values() if not (link.greeted and link.idle)]:
         left_s = deadline - time.monotonic()
         if left_s <= 0:
-            who = "; ".join(f"rank {link.peer} at {link.peers} from {link.mine}" for link in silent)
-            raise CommTimeout(f"rank {rank} opening verbs: no greeting within {timeout_s} s from {who}")
+            who = "; ".join(f"{link.name} at {link.peers} from {link.mine}" for link in silent)
+            raise CommTimeout(f"{me} opening verbs: no greeting within {timeout_s} s from {who}")
         transport.wait(left_s)
         transport.progress()
+    for link in transport.links.values():
+        link.proven = True
 
 
 def _lost(link: VerbsLink, why: str) -> PeerLost:
     hint = ""
     if why.startswith("no acknowledgement"):
         hint = ": its process is gone, the network is down, or the address is wrong"
-    if not link.greeted:
-        hint += f" (nothing has come from it yet: is another row of the GID table right? Set {INDEX_VARIABLE})"
-    return PeerLost(f"rank {link.peer} lost on verbs, {link.mine} to {link.peers}: {why}{hint}")
+    if not link.proven:
+        hint += _GID_HINT
+    return PeerLost(f"{link.name} lost on verbs, {link.mine} to {link.peers}: {why}{hint}")
 
 
 def _after_fork() -> None:

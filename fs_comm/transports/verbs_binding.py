@@ -8,6 +8,7 @@ different bindings understand each other.
 import ctypes
 import importlib
 import logging
+import mmap
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -183,3 +184,16 @@ def rdma_descriptors() -> set[int]:
         if "infiniband" in target:  # /dev/infiniband/uverbs0, anon_inode:[infinibandevent]
             found.add(int(name))
     return found
+
+
+def keep_mappings_from_children() -> None:
+    """Leave the queues that a device has mapped into this process out of its forked children.
+
+    A child's copy of the mapping would keep the device open, and so its queue pairs alive, after this process's death.
+    """
+    libc = ctypes.CDLL(None)
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            if "/dev/infiniband/" in line:
+                start, stop = (int(part, 16) for part in line.split(maxsplit=1)[0].split("-"))
+                libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), mmap.MADV_DONTFORK)

@@ -114,7 +114,7 @@ def exchange(
             check()
             left_s = deadline - time.monotonic()
             if left_s <= 0:
-                raise CommTimeout(f"verbs: not done within {timeout_s} s: {_describe(sends, receives)}")
+                raise CommTimeout(f"verbs: not done within {timeout_s} s: {_describe(transport, sends, receives)}")
             transport.wait(left_s)
         transport.progress()
 
@@ -146,10 +146,11 @@ def _receive(link: VerbsLink, flow: Flow) -> bool:
 def _check_still_there(transport: VerbsTransport, receives: Sequence[Flow]) -> None:
     for flow in receives:
         if transport.links[flow.peer].departed:
-            raise PeerLost(f"rank {flow.peer} has closed its end of the verbs link with {flow.left} bytes not sent")
+            name = transport.links[flow.peer].name
+            raise PeerLost(f"{name} has closed its end of the verbs link with {flow.left} bytes not sent")
 
 
-def _describe(sends: Sequence[Flow], receives: Sequence[Flow]) -> str:
-    parts = [f"{flow.left} bytes to rank {flow.peer}" for flow in sends]
-    parts += [f"{flow.left} bytes from rank {flow.peer}" for flow in receives]
+def _describe(transport: VerbsTransport, sends: Sequence[Flow], receives: Sequence[Flow]) -> str:
+    parts = [f"{flow.left} bytes to {transport.links[flow.peer].name}" for flow in sends]
+    parts += [f"{flow.left} bytes from {transport.links[flow.peer].name}" for flow in receives]
     return ", ".join(parts)

@@ -32,10 +32,12 @@ class VerbsLink:
 
     Attributes:
         peer: its rank in the group.
+        name: the peer as messages call it.
         mine, peers: the two ends, for messages.
         queue_pair: number of this end's, by which completions name it.
         slot_bytes: the most bytes of a message.
-        greeted: the peer's greeting has come, so both directions work.
+        greeted: the peer's greeting has come.
+        proven: both have, so that an address cannot be wrong any more.
         departed: the peer has closed its end; what has landed can still be read, nothing more will come.
     """
 
@@ -50,12 +52,13 @@ class VerbsLink:
         outgoing: memoryview,
         outgoing_address: int,
         incoming: memoryview,
+        name: str,
     ) -> None:
         slots = min(mine.slots, peers.slots)
-        self.peer, self.mine, self.peers = peer, mine, peers
+        self.peer, self.mine, self.peers, self.name = peer, mine, peers, name
         self.queue_pair = pair.number
         self.slot_bytes = min(mine.slot_bytes, peers.slot_bytes)
-        self.greeted = self.departed = False
+        self.greeted = self.proven = self.departed = False
         self._ping: int | None = None
         self._pinged_at_s = 0.0
         self._pair = pair
@@ -88,7 +91,7 @@ class VerbsLink:
             PeerLost: the peer has closed its end.
         """
         if self.departed:
-            raise PeerLost(f"rank {self.peer} has closed its end of the verbs link; nothing can be sent to it")
+            raise PeerLost(f"{self.name} has closed its end of the verbs link; nothing can be sent to it")
         # One place is kept for control messages, which must not wait behind data.
         if self._queue.room <= len(self._acquired) + 1:
             return None

@@ -1,17 +1,17 @@
-"""How a group's engine moves the large parts of an exchange by verbs."""
+"""How a group's engine moves the large parts of an exchange by verbs, once all ranks' headers have agreed."""
 
 from collections.abc import Callable, Sequence
 
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from fs_comm.transports.verbs import VerbsTransport, open_verbs, probe_verbs
+from fs_comm.transports.verbs import open_verbs, probe_verbs
 from fs_comm.transports.verbs_exchange import Flow, all_gather, exchange
 from fs_comm.transports.verbs_schedule import pairwise_all_to_all
 
 
-def verbs_available_to_all(store: Store, rank: int, size: int, *, local_rank: int) -> str | None:
-    """None when every rank can use verbs, else the first reason why one cannot; the same answer on every rank.
+def why_not_verbs(store: Store, rank: int, size: int, *, local_rank: int) -> str | None:
+    """None when every rank can use verbs, else why the first one that cannot does not; the same on every rank.
 
     All ranks of the group must call it.
     """
@@ -20,7 +20,7 @@ def verbs_available_to_all(store: Store, rank: int, size: int, *, local_rank: in
     for r in range(size):
         text = store.get(f"verbs probe {r}").decode()
         if text[0] == "-":
-            return f"rank {r}: {text[1:]}"
+            return text[1:]
     return None
 
 
@@ -28,7 +28,7 @@ class VerbsRoad:
     """Links between all ranks of a group, for its engine's thread.
 
     Args:
-        check: called while waiting, once a second at least; raises what the engine knows of its peers otherwise.
+        check: called while waiting, once a second at least; raises what the engine learns of its peers another way.
     """
 
     def __init__(
@@ -40,29 +40,28 @@ class VerbsRoad:
         local_rank: int,
         timeout_s: float,
         check: Callable[[], None],
+        name_of: Callable[[int], str],
     ) -> None:
-        self._rank, self._size, self._check = rank, size, check
+        self._rank, self._size, self._timeout_s, self._check = rank, size, timeout_s, check
         peers = [p for p in range(size) if p != rank]
-        self.transport: VerbsTransport = open_verbs(store, rank, peers, local_rank=local_rank, timeout_s=timeout_s)
+        self._transport = open_verbs(store, rank, peers, local_rank=local_rank, timeout_s=timeout_s, name_of=name_of)
 
-    def all_gather(self, blocks: Sequence[Tensor], *, timeout_s: float) -> None:
-        """Every rank's block to all, around the ring; this rank's own is in its place already. `(n,)` uint8 each."""
-        all_gather(self.transport, self._rank, blocks, timeout_s=timeout_s, check=self._check)
+    def all_gather(self, blocks: Sequence[Tensor]) -> None:
+        """Every rank's block to all, around the ring; `(n,)` uint8 by rank, this rank's own in its place already."""
+        all_gather(self._transport, self._rank, blocks, timeout_s=self._timeout_s, check=self._check)
 
-    def all_to_all(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *, over_bytes: int, timeout_s: float
-    ) -> None:
-        """What is for and from the other ranks, where it has more than `over_bytes`; the rest came another way."""
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *, over_bytes: int) -> None:
+        """What is for and from the other ranks and has more than `over_bytes`; the rest came with the headers."""
         steps = pairwise_all_to_all(self._rank, self._size)
-        sends = [Flow(s.send_to, inputs[s.send_to]) for s in steps]
-        receives = [Flow(s.receive_from, outputs[s.receive_from]) for s in steps]
+        sends = [Flow(step.send_to, inputs[step.send_block]) for step in steps]
+        receives = [Flow(step.receive_from, outputs[step.receive_block]) for step in steps]
         exchange(
-            self.transport,
-            [f for f in sends if f.left > over_bytes],
-            [f for f in receives if f.left > over_bytes],
-            timeout_s=timeout_s,
+            self._transport,
+            [flow for flow in sends if flow.left > over_bytes],
+            [flow for flow in receives if flow.left > over_bytes],
+            timeout_s=self._timeout_s,
             check=self._check,
         )
 
     def close(self) -> None:
-        self.transport.close()
+        self._transport.close()
