@@ -80,7 +80,7 @@ class PrioritizedEngine:
         self.store, self.timeout_s = store, timeout_s
         self._peers = peers
         self._training, self._evaluation = Plain(store, peers), Plain(store, evaluation)
-        self._worker = Worker("fs_embed", store.weight.device)
+        self.worker = Worker("fs_embed", store.weight.device)
         self._last: Job[None] | None = None  # the newest defer
         self._exposed_s = 0.0
         self.num_skipped = 0
@@ -91,22 +91,22 @@ class PrioritizedEngine:
 
     def new_part(self, keys: Sequence[Keys] | None) -> PrioritizedPart:
         part = PrioritizedPart(keys)
-        self._worker.watch(part.ready)
+        self.worker.watch(part.ready)
         return part
 
     def announce(self, part: PrioritizedPart) -> None:
         """The step after the last one that began, which began without knowing it."""
-        self._worker.submit(lambda: self._announce(part), "the announcement of a batch")
+        self.worker.submit(lambda: self._announce(part), "the announcement of a batch")
 
     def begin(self, part: PrioritizedPart, hit: bool, after: PrioritizedPart | None) -> None:
         """`hit`: the step looks up what was announced for it."""
-        self._worker.submit(lambda: self._open(part, hit, after), "the opening of a step")
+        self.worker.submit(lambda: self._open(part, hit, after), "the opening of a step")
 
     def look_up(self, part: PrioritizedPart, keys: Keys, place: int | None) -> tuple[Tensor, Tensor]:
         """`(U, D)` and `(n,)` into it, for lookup number `place` of the announced ones, or for any other `keys`."""
         if place is None:
             request = Job(lambda: self._training.fetch(keys), "rows that were not prefetched")
-            self._worker.watch(request)
+            self.worker.watch(request)
             part.requests.put(request)
             self._wait(request)
             route, rows = request.result(self.timeout_s)
@@ -125,9 +125,9 @@ class PrioritizedEngine:
         """The step's backward, or that it will have none."""
         part.requests.put(None)
         optimizer = self.store.optimizer_now()  # as it is now: a scheduler may change it before defer reads it
-        updated = self._worker.submit(lambda: self._update(part, gradients, optimizer, divide_by), "an update")
-        self._last = self._worker.submit(lambda: self._defer(part, updated, optimizer), "the deferred updates")
-        self._worker.submit(self._prime_coming, "the rows of the next batch")  # flush does not wait for this one
+        updated = self.worker.submit(lambda: self._update(part, gradients, optimizer, divide_by), "an update")
+        self._last = self.worker.submit(lambda: self._defer(part, updated, optimizer), "the deferred updates")
+        self.worker.submit(self._prime_coming, "the rows of the next batch")  # flush does not wait for this one
 
     def evaluate(self, keys: Keys) -> Tensor:
         """On a group of its own, since the worker may be waiting for a rank that is here already."""
@@ -142,9 +142,6 @@ class PrioritizedEngine:
 
     def forget(self) -> None:
         """The table was overwritten: rows that were fetched are wrong."""
-
-    def close(self) -> None:
-        self._worker.close()
 
     def exposed_wait_s(self) -> float:
         return self._exposed_s
@@ -166,7 +163,7 @@ class PrioritizedEngine:
         keys = self._training.no_keys() if part.keys is None else Keys.join(part.keys)
         part.route, part.exclusive_rows = self._training.fetch(keys)
         part.from_before = None
-        part.ready.set(self._worker.stream)
+        part.ready.set(self.worker.stream)
 
     def _open(self, part: PrioritizedPart, hit: bool, after: PrioritizedPart | None) -> None:
         if not self._looked_ahead:
@@ -195,7 +192,7 @@ class PrioritizedEngine:
             if request is None:
                 self._training.fetch(self._training.no_keys())
             else:
-                request.run(self._worker.stream)
+                request.run(self.worker.stream)
                 request = self._next_request(part)
 
     def _next_request(self, part: PrioritizedPart) -> "Job[tuple[Route, Tensor]] | None":
@@ -273,7 +270,7 @@ class PrioritizedEngine:
         assert wanted is not None
         rows = self.store.read(later.slots[shared])
         after.colliding_rows = later.to_askers(self._peers, rows, of=shared, wanted=wanted, phase="colliding rows")
-        after.ready.set(self._worker.stream)
+        after.ready.set(self.worker.stream)
 
     def _defer(self, part: PrioritizedPart, updated: "Job[_Deferred | None]", optimizer: RowOptimizer) -> None:
         deferred = updated.result(0.0)

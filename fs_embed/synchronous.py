@@ -109,9 +109,6 @@ class SynchronousEngine:
     def forget(self) -> None:
         """Nothing: no row was fetched ahead."""
 
-    def close(self) -> None:
-        pass
-
     def exposed_wait_s(self) -> float:
         return sum(self._plain.peers.wait_s.values())
 

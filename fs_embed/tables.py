@@ -5,6 +5,7 @@ optimizer or a clipping of gradients would touch them. Their optimizer is fused 
 """
 
 import math
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,6 +26,7 @@ from fs_embed.schedule import Schedule
 from fs_embed.store import Store
 from fs_embed.synchronous import SynchronousEngine
 from fs_embed.ticket import Lookup
+from fs_embed.worker import Worker
 
 Mode = Literal["prioritized", "synchronous"]
 Piece = tuple[int, Tensor]
@@ -50,6 +52,9 @@ class Sharding:
     """What losses are multiplied by, such as `GradScaler.get_scale`: read in each backward, gradients are divided by
     it."""
 
+    new_group: Callable[[Sequence[int], float], dist.ProcessGroup] | None = None
+    """Makes a group for exchanges from global ranks and a timeout in seconds; gloo where None."""
+
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
             raise ValueError(f"mode must be one of {get_args(Mode)}, got {self.mode!r}")
@@ -66,6 +71,7 @@ class ShardingOptions(TypedDict, total=False):
     gradient_division: bool
     hash_ids: bool
     loss_scale: Callable[[], float] | None
+    new_group: Callable[[Sequence[int], float], dist.ProcessGroup] | None
 
 
 class ShardedTables:
@@ -101,6 +107,10 @@ class ShardedTables:
         """Table number -> its store, and its number there."""
         self.stores = [self._make_store(of_store, weights, optimizer, device) for of_store in members_of]
         self.engines = [self._make_engine(store) for store in self.stores]
+        workers = [engine.worker for engine in self.engines if isinstance(engine, PrioritizedEngine)]
+        groups = [peers.group for engine in self.engines for peers in engine.all_peers()]
+        self._release = weakref.finalize(self, _release, workers, groups)
+        self._release.atexit = False
         self.schedule = Schedule(self.engines, self._divide_by, looks_ahead=sharding.mode == "prioritized")
 
     def look_up(self, sources: Sequence[Tensor], pieces: Sequence[Piece], *, training: bool) -> list[Tensor]:
@@ -142,8 +152,8 @@ class ShardedTables:
             engine.flush()
 
     def close(self) -> None:
-        for engine in self.engines:
-            engine.close()
+        """Ends threads and exchange groups; the tables can be read on. May be called twice."""
+        self._release()
 
     def stats(self) -> dict[str, float]:
         peers = [p for engine in self.engines for p in engine.all_peers()]
@@ -246,8 +256,8 @@ class ShardedTables:
     def _make_engine(self, store: Store) -> SynchronousEngine | PrioritizedEngine:
         timeout_s = self.sharding.timeout_s
         if self.sharding.mode == "synchronous":
-            return SynchronousEngine(store, Peers(exchange_group(self.group, timeout_s)))
-        training, evaluation = (Peers(exchange_group(self.group, timeout_s)) for _ in range(2))
+            return SynchronousEngine(store, Peers(exchange_group(self.group, self.sharding)))
+        training, evaluation = (Peers(exchange_group(self.group, self.sharding)) for _ in range(2))
         return PrioritizedEngine(store, training, evaluation, timeout_s=timeout_s)
 
     def _check_same_settings(self, optimizer: RowOptimizer) -> None:
@@ -287,17 +297,26 @@ def slice_of(rows: range) -> slice:
     return slice(rows.start, rows.stop)
 
 
-def exchange_group(group: dist.ProcessGroup | None, timeout_s: float) -> dist.ProcessGroup | None:
+def exchange_group(group: dist.ProcessGroup | None, sharding: Sharding) -> dist.ProcessGroup | None:
     """A new group of the same ranks for one thread's exchanges; collective."""
     if group is None:
         return None
     ranks = dist.get_process_group_ranks(group)
+    if sharding.new_group is not None:
+        return sharding.new_group(ranks, sharding.timeout_s)
     everyone = len(ranks) == dist.get_world_size()
-    made = dist.new_group(
-        ranks, timeout=timedelta(seconds=timeout_s), backend="gloo", use_local_synchronization=not everyone
-    )
+    timeout = timedelta(seconds=sharding.timeout_s)
+    made = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=not everyone)
     assert isinstance(made, dist.ProcessGroup)
     return made
+
+
+def _release(workers: Sequence[Worker], groups: Sequence[dist.ProcessGroup | None]) -> None:
+    """Ends threads, then the groups that only they used; a group whose thread still waits for a rank stays."""
+    if all([worker.close() for worker in workers]) and dist.is_initialized():
+        for group in groups:
+            if group is not None:
+                dist.destroy_process_group(group)
 
 
 def _no_keys(store: Store) -> Tensor:

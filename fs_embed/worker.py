@@ -79,8 +79,14 @@ class Worker:
         arguments = (self._jobs, self.stream, self._watched, self._failed)
         self._thread = threading.Thread(target=_serve, args=arguments, name=name, daemon=True)
         self._thread.start()
-        self.close = weakref.finalize(self, self._jobs.put, None)
-        """Ends the thread after the jobs that it has; may be called twice."""
+        self._end = weakref.finalize(self, self._jobs.put, None)
+
+    def close(self, timeout_s: float = 5.0) -> bool:
+        """Ends the thread after the jobs that it has, and says whether it has ended; may be called twice."""
+        self._end()
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     def watch(self, latch: Latch) -> None:
         """Has `latch` fail when a job does."""
