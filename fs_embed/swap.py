@@ -46,6 +46,9 @@ def prioritize(
     """
     makers = _makers()
     found = {name: m for name, m in model.named_modules() if type(m) in makers}
+    # TorchRec's collections hold plain modules, which go with them.
+    inner = {id(m) for outer in found.values() for m in outer.modules() if m is not outer}
+    found = {name: m for name, m in found.items() if id(m) not in inner}
     if tables is not None:
         if unknown := sorted(set(tables) - set(found)):
             raise ValueError(f"tables must name embedding modules of the model, got {unknown}; it has {sorted(found)}")
