@@ -80,6 +80,31 @@ def test_a_step_takes_less_than_200_bytes(tmp_path: Path, num_ranks: int) -> Non
     assert sum(len(line) + 1 for line in lines[1:]) < 200 * STEPS
 
 
+class Corrects:
+    """Takes the same correction from times at every step."""
+
+    def __init__(self) -> None:
+        self.replayed: list[list[int] | None] = []
+
+    def decision(self) -> list[int]:
+        return [1, -1]
+
+    def replay(self, decision: list[int] | None) -> None:
+        self.replayed.append(decision)
+
+
+def test_equal_corrections_count_each_time_and_coefficients_stand_until_they_change(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j", world_size=3, settings="")
+    plan = Planner(make("fbs"), Linear(), world_size=3).plan(0, batch(0, 3), np.full(3, -1), np.zeros((3, 4), np.int64))
+    for step in range(3):
+        journal.record(step, plan, Corrects(), Corrects())
+    journal.close()
+    assert [line.count("[1,-1]") for line in (tmp_path / "j").read_text().splitlines()] == [0, 2, 1, 1]
+    partition, cost = Corrects(), Corrects()
+    Replay(tmp_path / "j").before(2, partition, cost)
+    assert partition.replayed == cost.replayed == [[1, -1]] * 3
+
+
 def test_after_a_restart_a_steps_last_entry_counts(tmp_path: Path) -> None:
     run(tmp_path / "j", 3, range(20))
     again = run(tmp_path / "j", 3, range(10, 15), seed=3)
