@@ -189,7 +189,7 @@ def test_a_gid_index_that_is_not_in_use_is_told_to_both_sides_at_once(any_bindin
 
 
 def wrong_address(rank: int, store: Any, bindings: list[str], ports: list[str], index: int) -> str:
-    with pytest.raises(PeerLost) as raised:
+    with pytest.raises(CommError) as raised:  # PeerLost, or already that no route to the address is found
         connect(rank, store, 2, bindings, device=ports, gid_index=[index, None], **QUICK)
     return str(raised.value)
 
@@ -222,8 +222,7 @@ def stray_gid(guest: None, two_ports: list[str]) -> Iterator[int]:
 def test_a_gid_that_the_peer_cannot_reach_is_named_with_the_way_out(
     bindings: list[str], two_ports: list[str], stray_gid: int
 ):
-    for rank, text in enumerate(run(wrong_address, 2, bindings, two_ports, stray_gid)):
-        assert text.startswith(f"rank {1 - rank} lost on verbs"), text
+    for text in run(wrong_address, 2, bindings, two_ports, stray_gid):
         assert f"GID {stray_gid} ({STRAY}, RoCE v2)" in text
         assert "FS_COMM_VERBS_GID_INDEX" in text
 
@@ -318,7 +317,9 @@ def leave_a_child(rank: int, store: Any, bindings: list[str]) -> str:
 
 
 def test_a_child_that_outlives_a_rank_does_not_hide_its_death(bindings: list[str]):
-    assert "rank 1 lost" in run_outcomes(leave_a_child, 2, bindings)[0].value
+    outcome = run_outcomes(leave_a_child, 2, bindings)[0]
+    assert outcome.ok, outcome.error
+    assert outcome.value.startswith("rank 1 lost on verbs")
 
 
 def test_lost_packets_cost_time_and_no_bits(any_binding: list[str], two_ports: list[str], guest: None):
