@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+import fs_comm
 from fs_embed.optim import RowOptimizer
 from fs_embed.peers import Peers, world_group
 from fs_embed.prioritized import PrioritizedEngine
@@ -53,7 +54,7 @@ class Sharding:
     it."""
 
     new_group: Callable[[Sequence[int], float], dist.ProcessGroup] | None = None
-    """Makes a group for exchanges from global ranks and a timeout in seconds; gloo where None."""
+    """Makes a group for exchanges from global ranks and a timeout in seconds; `fs_comm.new_group` where None."""
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
@@ -304,9 +305,10 @@ def exchange_group(group: dist.ProcessGroup | None, sharding: Sharding) -> dist.
     ranks = dist.get_process_group_ranks(group)
     if sharding.new_group is not None:
         return sharding.new_group(ranks, sharding.timeout_s)
-    everyone = len(ranks) == dist.get_world_size()
-    timeout = timedelta(seconds=sharding.timeout_s)
-    made = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=not everyone)
+    if len(ranks) == dist.get_world_size():
+        return fs_comm.new_group(ranks, timeout_s=sharding.timeout_s)
+    timeout = timedelta(seconds=sharding.timeout_s)  # for some ranks alone: fs_comm's needs every rank to call
+    made = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
     assert isinstance(made, dist.ProcessGroup)
     return made
 
