@@ -5,6 +5,9 @@ gradient averaging does. The compute is a timed wait that leaves the host idle, 
 matrix products that keep one core busy. The same number of milliseconds is spent whichever samples a rank holds, so the
 share is the loader's cost alone, without what balancing saves. Plain and balanced steps alternate in blocks within one
 run, and medians are compared: a share is their ratio minus one.
+
+Then an audit of an uneven dataset, whose ranks compute for as long as their samples' lengths say: it predicts the step
+time with balancing, which is then switched on and measured (`audit_error_share`).
 """
 
 import argparse
@@ -28,9 +31,11 @@ WARM_UP = 5
 class HeavyTailed:
     """Batches of histories, lengths lognormal of median 3,500 and σ 0.9 clipped at 21,000, and three more leaves."""
 
-    def __init__(self, rank: int, batch_size: int, num_batches: int) -> None:
+    def __init__(self, rank: int, batch_size: int, num_batches: int, *, skew: float = 1.0) -> None:
+        """`skew`: how many times longer the histories of the last rank are than those of rank 0, in the median."""
         rng = np.random.default_rng(rank)
-        lengths = np.exp(rng.normal(np.log(3500), 0.9, (8, batch_size))).clip(1, 21_000).astype(np.int64)
+        median = 3500 * skew ** (rank / max(dist.get_world_size() - 1, 1))
+        lengths = np.exp(rng.normal(np.log(median), 0.9, (8, batch_size))).clip(1, 21_000).astype(np.int64)
         self.pool = [self._batch(x) for x in lengths]
         self.num_batches = num_batches
 
@@ -58,6 +63,31 @@ def compute(seconds: float, busy: bool, matrix: torch.Tensor) -> None:
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
         matrix @ matrix
+
+
+def audit_then_balance(rank: int, options: argparse.Namespace) -> tuple[float, float, float]:
+    """Milliseconds of a step as dealt, predicted with balancing, and measured with balancing."""
+
+    def step_ms(**choice: Any) -> tuple[float, BalancedDataLoader[Any]]:
+        source = HeavyTailed(rank, options.batch, options.steps + WARM_UP, skew=1.5)
+        slowest: list[float] = []
+        loader = BalancedDataLoader(source, timeout_s=60, **choice)
+        for batch in loader:
+            n = batch["items"].lengths.double()
+            start = time.perf_counter()
+            time.sleep(0.01 + options.compute_ms / 1000 * float((n / 6e5 + n * n / 6e9).sum()))
+            seconds = torch.tensor(time.perf_counter() - start)
+            loader.record_compute(float(seconds))
+            dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+            slowest.append(float(seconds))
+        return 1000 * float(np.mean(slowest[WARM_UP:])), loader
+
+    dealt, loader = step_ms(audit=True)
+    predicted = loader.audit().balanced_step_ms
+    loader.close()
+    balanced, loader = step_ms()
+    loader.close()
+    return dealt, predicted, balanced
 
 
 def run_rank(rank: int, options: argparse.Namespace, port: int, queue: Any) -> None:
@@ -94,8 +124,10 @@ def run_rank(rank: int, options: argparse.Namespace, port: int, queue: Any) -> N
     stats = {v: loader.stats() for v, loader in loaders.items()}
     for loader in loaders.values():
         loader.close()
+    audited = None if options.busy else audit_then_balance(rank, options)
     if rank == 0:
-        queue.put((seconds, waits, {v: (s.imbalance_before, s.imbalance, s.stage_ms) for v, s in stats.items()}))
+        shown = {v: (s.imbalance_before, s.imbalance, s.stage_ms) for v, s in stats.items()}
+        queue.put((seconds, waits, shown, audited))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -115,7 +147,7 @@ def main(arguments: list[str] | None = None) -> None:
     for options.busy in (False, True):
         queue: Any = context.SimpleQueue()
         mp.start_processes(run_rank, (options, options.port + options.busy, queue), options.ranks, start_method="spawn")
-        seconds, waits, stats = queue.get()
+        seconds, waits, stats, audited = queue.get()
         host = "busy" if options.busy else "idle"
         plain = float(np.median(seconds["plain"]))
         for variant in VARIANTS:
@@ -130,6 +162,11 @@ def main(arguments: list[str] | None = None) -> None:
             rows += [row(variant, host, "imbalance before", "1", before), row(variant, host, "imbalance", "1", after)]
             suffix = "_busy_host" if options.busy else ""
             figures |= {f"overhead_share{suffix}_{variant}": share, f"exposed_wait_ms{suffix}_{variant}": wait}
+        if audited is not None:
+            names = ("as dealt", "predicted by the audit", "balanced")
+            rows += [row("audit", name, "step", "ms", ms) for name, ms in zip(names, audited, strict=True)]
+            dealt, predicted, balanced = audited
+            figures |= {"audit_error_share": predicted / balanced - 1, "audit_saved_share": 1 - balanced / dealt}
         worst = max(figures[k] for k in figures if k.startswith("overhead_share") and ("busy" in k) == options.busy)
         figures["overhead_share_busy_host" if options.busy else "overhead_share"] = worst
     figures["exposed_wait_ms"] = max(figures[f"exposed_wait_ms_{v}"] for v in VARIANTS[1:])

@@ -95,7 +95,7 @@ class _NamingLostRanks(contextlib.AbstractContextManager[None]):
 
 
 def _lost_ranks(group: dist.ProcessGroup, error: RuntimeError) -> tuple[tuple[int, ...], str]:
-    """The group's ranks that are gone: named by the error, or by heartbeats, where there are any, else by a roll call."""
+    """The group's ranks that are gone: named by the error or by heartbeats where there are any, else by a roll call."""
     peer = getattr(error, "peer", None)
     if isinstance(peer, int):
         return (peer,), "was lost"
