@@ -53,8 +53,12 @@ class Vbs:
         return None if self._notches is None else self._notches.tolist()
 
     def replay(self, decision: list[int] | None) -> None:
-        """Takes the correction of the coming step from a journal; times are then left alone."""
-        self.autotune = False
+        """Takes the correction of the coming step from a journal; times are then left alone.
+
+        A journal hands out all corrections since its run's first step, so shares loaded from a checkpoint are dropped.
+        """
+        if self.autotune:
+            self.autotune, self._share = False, np.zeros(0, np.int64)
         if decision is not None:
             if not len(self._share):
                 self._share = np.full(len(decision), _EVEN)

@@ -64,6 +64,16 @@ def test_a_run_that_learned_from_times_is_replayed_bit_for_bit(tmp_path: Path, n
         assert plan.fingerprint == fingerprints[step]
 
 
+def test_a_resumed_run_is_replayed_from_its_checkpoint_on(tmp_path: Path) -> None:
+    fingerprints = run(tmp_path / "j", 4)
+    replay, (partition, cost) = Replay(tmp_path / "j"), learners()
+    planner = Planner(partition, cost, world_size=4, replay=replay)
+    partition.load_state_dict({"share": [1 << 15, 1 << 16, 1 << 16, 3 << 15], "next_step": 30})  # of the checkpoint
+    for step in range(30, STEPS):
+        plan = planner.plan(step, batch(step, 4), np.full(4, 10**8), np.zeros((4, 4), np.int64))
+        assert plan.fingerprint == fingerprints[step]
+
+
 @pytest.mark.parametrize("step", [0, 17, STEPS - 1])
 def test_any_one_step_is_planned_again_from_the_journal(tmp_path: Path, step: int) -> None:
     fingerprints = run(tmp_path / "j", 5)
