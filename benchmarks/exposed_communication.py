@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -121,10 +121,15 @@ class _TimedWork(dist.Work):
 BLOCKED = Blocked()
 
 
+def over_the_link(ranks: Sequence[int], timeout_s: float) -> dist.ProcessGroup:
+    """Gloo for both sides: fs_comm would see one host, and take its memory."""
+    return dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s), backend="gloo")
+
+
 def run_ours(mode: str, batches: list[Batch], dense_s: float) -> Iterator[dict[str, float]]:
     table = fs_embed.TableConfig("item", TABLE_ROWS, DIM, ("item",))
     tables = fs_embed.PrioritizedEmbeddingCollection(
-        [table], optimizer=fs_embed.RowWiseAdagrad(lr=0.01), mode=mode, timeout_s=120.0
+        [table], optimizer=fs_embed.RowWiseAdagrad(lr=0.01), mode=mode, timeout_s=120.0, new_group=over_the_link
     )
     model = Model(tables, dense_s)
     phases = {"ids": ("ids", "headers"), "embeddings": ("rows",), "gradients": ("gradients",)}
