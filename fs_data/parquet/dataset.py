@@ -1,37 +1,56 @@
 """`ParquetUIHDataset`: batches of user interaction histories (UIH) from parquet files."""
 
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal
 
-import pyarrow as pa
-import pyarrow.parquet as pq
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, get_worker_info
 
-from fs_data.parquet.columns import Column, concatenate, newest, rows, take, to_column
-from fs_data.parquet.deal import Piece, deal
-from fs_data.parquet.errors import ParquetError
-from fs_data.parquet.files import find_files, read_footers
-
-_VERSION = 1
+from fs_data.parquet.ahead import read_ahead
+from fs_data.parquet.board import MAX_WORKERS, Board, ParquetStats
+from fs_data.parquet.columns import Column, concatenate
+from fs_data.parquet.convert import Vocabulary
+from fs_data.parquet.deal import Piece, Round, deal, rest_after, rest_of, time_skew
+from fs_data.parquet.files import Source, find_files
+from fs_data.parquet.footers import Footers, read_footers
+from fs_data.parquet.mix import shares
+from fs_data.parquet.reader import Part, PieceReader, ReadOptions, attempt
+from fs_data.parquet.state import KIND, VERSION, check_files, check_same, find_states, join
+from fs_data.parquet.stream import Stream
+from fs_data.parquet.where import Where, alternatives
 
 
 class ParquetUIHDataset(IterableDataset[dict[str, Column]]):
-    """Batches `{column: (B,) tensor | JaggedColumn}`, exact to the row after a restart.
+    """Batches `{column: (B, ...) tensor | JaggedColumn | NestedColumn}`, exact to the row after a restart.
 
     Row groups are dealt in turn to ranks and workers, and cut only where one reader would otherwise end more than a
-    batch after another; batches run across groups. Use it alone, or by `StatefulDataLoader(dataset, batch_size=None)`.
+    batch after another; batches run across groups. Use it alone, or by `StatefulDataLoader(dataset, batch_size=None)`;
+    prefer spawn or forkserver for workers.
 
     Args:
-        source: A parquet file, a folder of them, a glob, or a sequence of these.
-        columns: Those to read, in this order; None reads all. Lists and scalars of integers, floats or booleans.
+        source: A parquet file, a folder of them, a glob, a URL, or a sequence of these. A mapping `{source: quota}`
+            mixes several: each batch holds rows of all of them in these proportions, until one has no more; then the
+            others go on in theirs.
+        columns: Those to read, in this order; None reads all. `name.field` reads one field of structs.
         batch_size: Rows a batch; a reader's last batch holds what is left.
         rank, world_size: Taken from torch.distributed where None, else 0 and 1.
         max_uih: Keeps the newest that many items of each list.
+        where: Reads only rows for which all terms `(column, operator, value)` hold; a list of such lists: for which one
+            of the lists does. Row groups that cannot hold any, by their footers or directories, are not read.
+        vocabularies: For columns of texts: `{column: texts}`; a text becomes its place among them.
         shuffle: Another order of groups, and of rows within a group, for each `seed` and epoch. Without it, rows come
             in the files' order.
+        prefetch_bytes: Most memory of row groups that are read ahead in a thread, and the one in use; a single larger
+            group is read nevertheless. 0 reads each group when it is needed.
+        filesystem: A pyarrow or fsspec filesystem that the source lies on; None goes by its URL.
+        on_error: `"raise"`, or `"skip"`: leaves out rows with nulls, row groups that cannot be read and files that do
+            not fit, and counts them in `stats()`.
+        retries, backoff_s: How often a failed access is tried again, and after how long; doubled each time.
+        timeout_s: Longest wait for one row group, all retries included.
 
     Raises:
         FileNotFoundError: Nothing at `source`.
@@ -40,146 +59,215 @@ class ParquetUIHDataset(IterableDataset[dict[str, Column]]):
 
     def __init__(
         self,
-        source: str | Path | Sequence[str | Path],
+        source: Source | Mapping[str, float],
         *,
         columns: Sequence[str] | None = None,
         batch_size: int,
         rank: int | None = None,
         world_size: int | None = None,
         max_uih: int | None = None,
+        where: Where | None = None,
+        vocabularies: Mapping[str, Vocabulary] | None = None,
         shuffle: bool = False,
         seed: int = 0,
+        prefetch_bytes: int = 64 << 20,
+        filesystem: Any = None,
+        on_error: Literal["raise", "skip"] = "raise",
+        retries: int = 3,
+        backoff_s: float = 0.5,
+        timeout_s: float = 300,
     ) -> None:
         super().__init__()
-        for name, value in (("batch_size", batch_size), ("max_uih", 1 if max_uih is None else max_uih)):
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+        least = {"batch_size": (batch_size, 1), "max_uih": (1 if max_uih is None else max_uih, 1)}
+        least |= {"prefetch_bytes": (prefetch_bytes, 0), "retries": (retries, 0)}
+        for name, (value, at_least) in least.items():
+            if value < at_least:
+                raise ValueError(f"{name} must be at least {at_least}, got {value}")
+        if on_error not in ("raise", "skip"):
+            raise ValueError(f"on_error must be 'raise' or 'skip', got {on_error!r}")
         is_distributed = dist.is_available() and dist.is_initialized()
         self.rank = rank if rank is not None else dist.get_rank() if is_distributed else 0
         self.world_size = world_size if world_size is not None else dist.get_world_size() if is_distributed else 1
         if not 0 <= self.rank < self.world_size:
             raise ValueError(f"rank must be from 0 to world_size - 1, got {self.rank} of {self.world_size}")
-        self.footers = read_footers(find_files(source), columns)
-        self.batch_size, self.max_uih, self.shuffle, self.seed = batch_size, max_uih, shuffle, seed
-        self.epoch = 0
-        self._rows_read = 0  # of this reader in this epoch, up to the batch that was yielded last
-        self._resumes = False
+        sources: list[tuple[Any, float]] = list(source.items()) if isinstance(source, Mapping) else [(source, 1.0)]
+        if not sources or min(quota for _, quota in sources) <= 0:
+            raise ValueError(f"quotas must be more than 0, got {dict(sources)}; leave out a source to read none of it")
+        self.quotas = [quota for _, quota in sources]
+        self.batch_size, self.shuffle, self.seed = batch_size, shuffle, seed
+        self._max_bytes, self._timeout_s = prefetch_bytes // len(sources), timeout_s
+        parts = alternatives(where) if where is not None else []
+        self._options = ReadOptions(
+            max_uih=max_uih, where=tuple(map(tuple, parts)), vocabularies=vocabularies or {}, on_error=on_error,
+            retries=retries, backoff_s=backoff_s,
+        )  # fmt: skip
+        self._board = Board()
+        self.footers: list[Footers] = []
+        for one, _ in sources:
+            names = columns if not self.footers else self.footers[0].outputs
+            self.footers.append(self._read_footers(one, names, filesystem))
+        self._rounds: list[list[Round]] = [[] for _ in sources]
+        self._positions = [0] * len(sources)  # rows of this reader's hands up to the batch that was yielded last
+        self._yielded = [0] * len(sources)  # rows of each source so far, for the quotas
+
+    def _read_footers(self, source: Any, columns: Sequence[str] | None, filesystem: Any) -> Footers:
+        count = partial(self._board.count, 0)
+        return read_footers(
+            find_files(source, filesystem), columns,
+            where=self._options.where, vocabularies=self._options.vocabularies,
+            attempt=lambda file, action: attempt(file, action, file.path, self._options, count),
+            skip=self._options.on_error == "skip",
+        )  # fmt: skip
 
     @property
     def num_rows(self) -> int:
-        """Of all readers together."""
-        return sum(g.num_rows for g in self.footers.groups)
+        """Of all readers together, before predicates on rows."""
+        return sum(g.num_rows for footers in self.footers for g in footers.groups)
+
+    @property
+    def epoch(self) -> int:
+        return self._board.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Another order, where `shuffle` is set; a position within another epoch is dropped."""
+        """Another order, where `shuffle` is set, in live workers too; a position within another epoch is dropped."""
         if epoch != self.epoch:
-            self.epoch, self._rows_read, self._resumes = epoch, 0, False
+            self._board.withdraw_resume()
+            self._board.epoch = epoch
+            self._restart()
+
+    def stats(self) -> ParquetStats:
+        """Counts of all of this rank's workers; may be called in the training process at any time."""
+        return self._board.stats(sum(len(f.skipped_files) for f in self.footers))
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values: where this reader stands, and for which files and readers that holds."""
         return {
-            "version": _VERSION,
+            "kind": KIND,
+            "version": VERSION,
             "epoch": self.epoch,
-            "rows_read": self._rows_read,
+            "positions": list(self._positions),
+            "yielded": list(self._yielded),
+            "rounds": [[[r.num_readers, r.spread, *r.positions] for r in rounds] for rounds in self._rounds],
             "reader": [self.rank, self.world_size, *_worker()],
-            "order": [self.shuffle, self.seed],
-            "checksum": self.footers.checksum,
+            "batch_size": self.batch_size,
+            "order": [self.shuffle, self.seed, list(self.quotas), repr(self._options.where)],
+            "files": [list(f.checksums) for f in self.footers],
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The next iteration goes on after the last batch that the saved one had yielded.
 
         Raises:
             ParquetError: The state is for other files, another order, or another number of ranks or workers.
         """
-        mine = self.state_dict()
-        for key, what in (
-            ("version", "format"),
-            ("checksum", "files"),
-            ("order", "shuffle and seed"),
-            ("reader", "reader"),
-        ):
-            if state[key] != mine[key]:
-                raise ParquetError(
-                    f"a dataset's state must be loaded for the same {what}: saved {state[key]}, here {mine[key]}; "
-                    "start the epoch anew, or restore what it was saved with"
-                )
-        self.epoch, self._rows_read, self._resumes = state["epoch"], state["rows_read"], True
+        keys = {"version": "format", "order": "shuffle, seed, quotas and predicate"}
+        keys |= {"reader": "reader (rank, world size, worker, workers)", "batch_size": "batch_size"}
+        self._check(state, keys)
+        self._resume(state, [[Round(n, s, tuple(at)) for n, s, *at in rounds] for rounds in state["rounds"]])
+        self._positions, self._yielded = list(state["positions"]), list(state["yielded"])
+        self._board.offer_resume(_worker()[0])
+
+    def reshard(self, states: Iterable[Mapping[str, Any]]) -> None:
+        """The next iteration reads what is left after `states`, dealt anew to this number of ranks and workers.
+
+        Together, the new readers read every remaining row exactly once, whatever their number and `batch_size`. Call it
+        on every rank, before a loader starts workers, in place of loading a loader's state.
+
+        Args:
+            states: Of all former ranks: the dataset's or the loader's that held it.
+
+        Raises:
+            ParquetError: A reader's state is missing, or they are for other files or another order.
+        """
+        first, joined = join([state for one in states for state in find_states(one)])
+        self._check(first, {"version": "format", "order": "shuffle, seed, quotas and predicate"})
+        earlier = [[Round(n, s, tuple(at)) for n, s, *at in rounds] for rounds in first["rounds"]]
+        self._resume(first, [[*rounds, new] for rounds, new in zip(earlier, joined, strict=True)])
+        self._board.offer_resume(None)
+
+    def _check(self, state: Mapping[str, Any], keys: Mapping[str, str]) -> None:
+        check_same(state, self.state_dict(), keys)
+        paths = [[file.path for file in f.files] for f in self.footers]
+        check_files(state["files"], paths, [f.checksums for f in self.footers])
+
+    def _resume(self, state: Mapping[str, Any], rounds: list[list[Round]]) -> None:
+        self._board.epoch = state["epoch"]
+        self._restart()
+        self._rounds = rounds
+
+    def _restart(self) -> None:
+        self._rounds = [[] for _ in self.footers]
+        self._positions, self._yielded = [0] * len(self.footers), [0] * len(self.footers)
 
     def __iter__(self) -> Iterator[dict[str, Column]]:
-        if not self._resumes:
-            self._rows_read = 0
-        self._resumes = False
-        waiting: list[dict[str, Column]] = []  # less than a batch of rows, in parts
-        num_waiting = 0
-        for part, num_rows in self._parts(skip=self._rows_read):
-            used = 0
-            while num_waiting + num_rows - used >= self.batch_size:
-                missing = self.batch_size - num_waiting
-                waiting.append(_slice(part, used, used + missing))
-                used += missing
-                self._rows_read += self.batch_size
-                yield _join(waiting)
-                waiting, num_waiting = [], 0
-            if used < num_rows:
-                waiting.append(_slice(part, used, num_rows))
-                num_waiting += num_rows - used
-        if waiting:
-            self._rows_read += num_waiting
-            yield _join(waiting)
+        # At once, not with the first batch: a loader asks for the state before that.
+        if not self._board.take_resume(_worker()[0]):
+            self._restart()
+        return self._batches()
 
-    def _parts(self, skip: int) -> Iterator[tuple[dict[str, Column], int]]:
-        """Columns of this reader's pieces, less the first `skip` rows, with their numbers of rows."""
-        file: tuple[str, pq.ParquetFile] | None = None
-        for piece in self._pieces():
-            if skip >= len(piece):
-                skip -= len(piece)
-                continue
-            group = self.footers.groups[piece.group]
-            if file is None or file[0] != group.path:
-                file = (group.path, pq.ParquetFile(group.path))
-            yield self._read(file[1], piece, skip), len(piece) - skip
-            skip = 0
-
-    def _read(self, file: pq.ParquetFile, piece: Piece, skip: int) -> dict[str, Column]:
-        group = self.footers.groups[piece.group]
-        place = f"{group.path}, row group {group.index}"
-        names = list(self.footers.columns)
+    def _batches(self) -> Iterator[dict[str, Column]]:
+        parts = [self._parts(source) for source in range(len(self.footers))]
+        streams = [Stream(p, at) for p, at in zip(parts, self._positions, strict=True)]
         try:
-            table = file.read_row_group(group.index, columns=names, use_threads=False)
-        except (pa.ArrowInvalid, OSError) as error:
-            raise ParquetError(f"{place}: must be readable: {error}") from error
-        order: torch.Tensor | None = None
-        if self.shuffle:
-            generator = torch.Generator().manual_seed(hash((self.seed, self.epoch, piece.group)) & 0x7FFFFFFF)
-            order = torch.randperm(len(piece), generator=generator)[skip:] + piece.start
-        out: dict[str, Column] = {}
-        for name in names:
-            column = to_column(table[name], name, place)
-            column = take(column, order) if order is not None else rows(column, piece.start + skip, piece.stop)
-            out[name] = column if self.max_uih is None else newest(column, self.max_uih)
-        return out
+            while True:
+                portions: list[dict[str, Column]] = []
+                missing = self.batch_size
+                while missing:
+                    live = [q if s.has_rows() else 0.0 for q, s in zip(self.quotas, streams, strict=True)]
+                    if not any(live):
+                        break
+                    for source, num_rows in enumerate(shares(live, self._yielded, missing)):
+                        for portion, taken in streams[source].take(num_rows):
+                            portions.append(portion)
+                            self._yielded[source] += taken
+                            missing -= taken
+                if not portions:
+                    return
+                self._positions = [s.position for s in streams]
+                yield {name: concatenate([p[name] for p in portions]) for name in portions[0]}
+        finally:
+            for p in parts:
+                p.close()
 
-    def _pieces(self) -> list[Piece]:
+    def _parts(self, source: int) -> Generator[Part, None, None]:
+        """This reader's rows of one source, from its position on."""
+        footers = self.footers[source]
         worker, num_workers = _worker()
-        group_rows = [g.num_rows for g in self.footers.groups]
-        order: list[int] | None = None
+        if num_workers > MAX_WORKERS:
+            raise ValueError(f"num_workers must be at most {MAX_WORKERS}, got {num_workers}")
+        reader = PieceReader(footers, self._options, partial(self._board.count, worker))
+        epoch = self.epoch
+
+        def read(piece: Piece) -> Part:
+            num_rows = footers.groups[piece.group].num_rows
+            order = self._permutation(num_rows, epoch, source, piece.group) if self.shuffle else None
+            return reader.read(piece, order)
+
+        def num_bytes(piece: Piece) -> int:
+            # Rows in another order are a copy, beside the group that they are picked from.
+            return footers.groups[piece.group].num_bytes * (2 if self.shuffle else 1)
+
+        yield from read_ahead(self._hand(source), read, num_bytes, max_bytes=self._max_bytes, timeout_s=self._timeout_s)
+
+    def _hand(self, source: int) -> list[Piece]:
+        groups = self.footers[source].groups
+        order: Sequence[int] = range(len(groups))
         if self.shuffle:
-            generator = torch.Generator().manual_seed(hash((self.seed, self.epoch)) & 0x7FFFFFFF)
-            order = torch.randperm(len(group_rows), generator=generator).tolist()
+            order = self._permutation(len(groups), self.epoch, source).tolist()
+        pieces = rest_after([Piece(g, 0, groups[g].num_rows) for g in order], self._rounds[source])
         # Neighbouring groups go to different ranks: all of them move through the files together.
+        worker, num_workers = _worker()
         reader, num_readers = worker * self.world_size + self.rank, num_workers * self.world_size
-        return deal(group_rows, num_readers, spread=self.batch_size, order=order)[reader]
+        hands = deal(pieces, num_readers, spread=self.batch_size)
+        if not self.shuffle and worker == 0 and num_readers > 1:
+            self._board.skew_rows = time_skew(hands, [g.num_rows for g in groups], self.batch_size)
+        return rest_of(hands[reader], self._positions[source])
+
+    def _permutation(self, n: int, *key: int) -> NDArray[np.int64]:
+        mixed = int(np.random.SeedSequence([self.seed, *key]).generate_state(1, np.uint64)[0] >> np.uint64(1))
+        return torch.randperm(n, generator=torch.Generator().manual_seed(mixed)).numpy()
 
 
 def _worker() -> tuple[int, int]:
     info = get_worker_info()
     return (0, 1) if info is None else (info.id, info.num_workers)
-
-
-def _slice(part: dict[str, Column], start: int, stop: int) -> dict[str, Column]:
-    return {name: rows(column, start, stop) for name, column in part.items()}
-
-
-def _join(parts: list[dict[str, Column]]) -> dict[str, Column]:
-    return {name: concatenate([part[name] for part in parts]) for name in parts[0]}

@@ -7,10 +7,12 @@ so at about the same time where rows are in order of time.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 
 @dataclass(frozen=True, order=True, slots=True)
 class Piece:
-    """Rows `start` to `stop` of one row group."""
+    """Rows `start` to `stop` of one row group, in the order in which an epoch reads the group."""
 
     group: int
     """Counts the groups of all files, in order."""
@@ -21,24 +23,80 @@ class Piece:
         return self.stop - self.start
 
 
-def deal(
-    group_rows: Sequence[int], num_readers: int, *, spread: int, order: Sequence[int] | None = None
-) -> list[list[Piece]]:
+@dataclass(frozen=True, slots=True)
+class Round:
+    """How far a number of readers came, before others took over."""
+
+    num_readers: int
+    spread: int
+    positions: tuple[int, ...]
+    """Rows of its hand that each reader was done with."""
+
+
+def deal(pieces: Sequence[Piece], num_readers: int, *, spread: int) -> list[list[Piece]]:
     """Each reader's pieces, in the order in which it reads them; every row is in one piece.
 
     Args:
-        group_rows: Rows of each group.
+        pieces: In the order in which they are dealt.
         spread: Totals of two readers may differ by this many rows before groups are cut.
-        order: Groups in the order in which they are dealt; None keeps that of the files.
     """
     hands: list[list[Piece]] = [[] for _ in range(num_readers)]
-    sequence = range(len(group_rows)) if order is None else order
-    for turn, group in enumerate(g for g in sequence if group_rows[g]):
-        hands[turn % num_readers].append(Piece(group, 0, group_rows[group]))
+    for turn, piece in enumerate(p for p in pieces if len(p)):
+        hands[turn % num_readers].append(piece)
     totals = [sum(map(len, hand)) for hand in hands]
     if max(totals) - min(totals) > spread:
         _level(hands, totals)
     return hands
+
+
+def rest_of(hand: Sequence[Piece], position: int) -> list[Piece]:
+    """`hand` without its first `position` rows."""
+    rest: list[Piece] = []
+    for piece in hand:
+        done = min(position, len(piece))
+        position -= done
+        if done < len(piece):
+            rest.append(Piece(piece.group, piece.start + done, piece.stop))
+    return rest
+
+
+def rest_after(pieces: Sequence[Piece], rounds: Sequence[Round]) -> list[Piece]:
+    """What is left of `pieces`, in their order, after all `rounds` of readers."""
+    turn = {piece.group: i for i, piece in reversed(list(enumerate(pieces)))}
+    rest = list(pieces)
+    for r in rounds:
+        hands = deal(rest, r.num_readers, spread=r.spread)
+        left = [p for hand, done in zip(hands, r.positions, strict=True) for p in rest_of(hand, done)]
+        rest = _joined(sorted(left, key=lambda p: (turn[p.group], p.start)))
+    return rest
+
+
+def time_skew(hands: Sequence[Sequence[Piece]], group_rows: Sequence[int], batch_size: int) -> int:
+    """Most rows of the files between two readers in the same step: how far apart in time a global batch can be."""
+    firsts = np.concatenate(([0], np.cumsum(group_rows)))
+    at: list[np.ndarray] = []  # of each reader: where in the files each of its batches begins
+    for hand in hands:
+        lengths = np.array([len(p) for p in hand], np.int64)
+        starts = np.array([firsts[p.group] + p.start for p in hand], np.int64)
+        before = np.concatenate(([0], np.cumsum(lengths)))
+        steps = np.arange(0, before[-1], batch_size)
+        piece = np.searchsorted(before, steps, side="right") - 1
+        at.append(starts[piece] + steps - before[piece] if len(hand) else steps)
+    skew = 0
+    for step in range(max(map(len, at))):
+        here = [a[step] for a in at if step < len(a)]
+        skew = max(skew, int(max(here) - min(here)))
+    return skew
+
+
+def _joined(pieces: Sequence[Piece]) -> list[Piece]:
+    joined: list[Piece] = []
+    for piece in pieces:
+        if joined and joined[-1].group == piece.group and joined[-1].stop == piece.start:
+            joined[-1] = Piece(piece.group, joined[-1].start, piece.stop)
+        else:
+            joined.append(piece)
+    return joined
 
 
 def _level(hands: list[list[Piece]], totals: list[int]) -> None:

@@ -1,5 +1,57 @@
-"""What can be wrong with a file, said with the place: file, row group, column, row."""
+"""What can be wrong with a file, said with the place, and a second try for what may pass by itself."""
+
+import logging
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import pyarrow as pa
+
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 
 class ParquetError(ValueError):
     """A file that cannot be read as histories, or that changed under a saved state."""
+
+
+def with_retries(
+    action: Callable[[], T],
+    place: str,
+    *,
+    is_local: bool,
+    retries: int,
+    backoff_s: float,
+    on_retry: Callable[[], None] = lambda: None,
+) -> T:
+    """The result of `action`, tried again after `backoff_s`, twice that, and so on where a failure may be passing.
+
+    What the bytes themselves cause is final: a broken file stays broken.
+
+    Raises:
+        FileNotFoundError, PermissionError: As they come; the former on a local disk only.
+        ParquetError: Broken bytes, or a failure that outlived all retries; with the place.
+    """
+    for attempt in range(retries + 1):
+        try:
+            return action()
+        except (PermissionError, ParquetError):
+            raise
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+            raise ParquetError(f"{place} must be a complete parquet file: {error}; was it cut short?") from error
+        except Exception as error:  # each filesystem library has errors of its own
+            # Remote filesystems take a server's failure for a missing file, too.
+            if is_local and isinstance(error, FileNotFoundError):
+                raise
+            # A corrupt page is an OSError as well; on a local disk it is one without a number.
+            if is_local and isinstance(error, OSError) and error.errno is None:
+                raise ParquetError(f"{place} must hold intact pages: {error}; write the file anew") from error
+            if attempt == retries:
+                raise ParquetError(
+                    f"{place} must be readable, failed {attempt + 1} times, at last by {error!r}"
+                ) from error
+            wait_s = backoff_s * 2**attempt
+            _log.warning("%s: %r; trying again in %.1f s (%d of %d)", place, error, wait_s, attempt + 1, retries)
+            on_retry()
+            time.sleep(wait_s)
+    raise AssertionError("the last attempt returns or raises")

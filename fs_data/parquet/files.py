@@ -1,69 +1,112 @@
-"""The files behind a source: their row groups and columns, read once from the footers."""
+"""The files behind a source, wherever it lies: local paths, URLs, fsspec and pyarrow filesystems."""
 
-import glob
-import hashlib
+import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
 
-import pyarrow as pa
+import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
-from fs_data.parquet.errors import ParquetError
+Source = str | Path | Sequence[str | Path]
+
+_SUFFIXES = (".parquet", ".parq", ".pq")
+_NATIVE = ("file", "s3", "gs", "gcs", "hdfs", "abfs", "abfss")  # pyarrow reads these itself
 
 
 @dataclass(frozen=True, slots=True)
-class RowGroup:
+class File:
+    filesystem: Any
+    """`pyarrow.fs.FileSystem`."""
     path: str
-    index: int
-    """Within its file."""
-    num_rows: int
+    partitions: tuple[tuple[str, str], ...]
+    """Of directories named `key=value`, from the outermost."""
+
+    @property
+    def is_local(self) -> bool:
+        return isinstance(self.filesystem, pafs.LocalFileSystem)
+
+    def open(self) -> pq.ParquetFile:
+        # Remote reads are few and large; on a local disk they would only hold memory.
+        return pq.ParquetFile(self.path, filesystem=self.filesystem, pre_buffer=not self.is_local)
 
 
-@dataclass(frozen=True, slots=True)
-class Footers:
-    groups: tuple[RowGroup, ...]
-    columns: tuple[str, ...]
-    checksum: str
-    """Changes with the files' sizes, rows and groups: a state saved for other files is refused."""
+def find_files(source: Source, filesystem: Any = None) -> list[File]:
+    """Files in the order of their paths: a file, a folder's parquet files at any depth, a glob, or a sequence of these.
 
-
-def find_files(source: str | Path | Sequence[str | Path]) -> list[str]:
-    """Local paths, sorted: a file, a directory's `*.parquet`, a glob, or a sequence of these.
+    Args:
+        filesystem: A pyarrow or fsspec filesystem; None goes by the URL, else the local disk.
 
     Raises:
         FileNotFoundError: Nothing there; the text names the source.
     """
     if not isinstance(source, (str, Path)):
-        return [path for part in source for path in find_files(part)]
-    path = Path(source)
-    if path.is_dir():
-        found = sorted(str(p) for p in path.rglob("*.parquet"))
-    elif path.is_file():
-        found = [str(path)]
-    else:
-        found = sorted(glob.glob(str(source), recursive=True))
-    if not found:
+        return [file for part in source for file in find_files(part, filesystem)]
+    where, path = _resolve(source, filesystem)
+    paths = sorted(_find(where, path))
+    if not paths:
         raise FileNotFoundError(
             f"histories must be a parquet file, a folder of them or a glob: nothing found at {source}"
         )
-    return found
+    return [File(where, p, _partitions(p)) for p in paths]
 
 
-def read_footers(paths: Sequence[str], columns: Sequence[str] | None) -> Footers:
-    """All files' row groups in order; `columns` None takes those of the first file."""
-    groups: list[RowGroup] = []
-    digest = hashlib.blake2b(digest_size=16)
-    for path in paths:
-        try:
-            metadata, schema = pq.read_metadata(path), pq.read_schema(path)
-        except (pa.ArrowInvalid, OSError) as error:
-            raise ParquetError(f"{path} must be a complete parquet file: {error}; was it cut short?") from error
-        columns = list(columns or schema.names)
-        if missing := [c for c in columns if c not in schema.names]:
-            raise ParquetError(f"{path} must have the columns {missing}, it has {schema.names}")
-        for g in range(metadata.num_row_groups):
-            group = metadata.row_group(g)
-            groups.append(RowGroup(path, g, group.num_rows))
-            digest.update(f"{Path(path).name} {g} {group.num_rows} {group.total_byte_size};".encode())
-    return Footers(tuple(groups), tuple(columns or ()), digest.hexdigest())
+def _resolve(source: str | Path, filesystem: Any) -> tuple[Any, str]:
+    path = str(source)
+    if filesystem is not None:
+        if isinstance(filesystem, pafs.FileSystem):
+            is_local = isinstance(filesystem, pafs.LocalFileSystem)
+            return filesystem, os.path.abspath(path) if is_local else path.partition("://")[2] or path
+        return pafs.PyFileSystem(pafs.FSSpecHandler(filesystem)), str(filesystem._strip_protocol(path))
+    scheme, separator, _ = path.partition("://")
+    if not separator:
+        return pafs.LocalFileSystem(), os.path.abspath(path)
+    if scheme in _NATIVE:
+        return pafs.FileSystem.from_uri(path)
+    try:
+        from fsspec.core import url_to_fs
+    except ImportError as error:
+        raise ImportError(f"{path} must be opened by fsspec, which is missing: pip install fsspec aiohttp") from error
+    remote, path = url_to_fs(path)
+    return pafs.PyFileSystem(pafs.FSSpecHandler(remote)), path
+
+
+def _find(filesystem: Any, path: str) -> list[str]:
+    info = filesystem.get_file_info(path)
+    if info.type == pafs.FileType.File:
+        return [path]
+    if info.type == pafs.FileType.Directory:
+        inside = filesystem.get_file_info(pafs.FileSelector(path, recursive=True))
+        return [i.path for i in inside if i.type == pafs.FileType.File and _is_data(i.path[len(path) :])]
+    wildcard = re.search(r"[*?\[]", path)
+    if wildcard is None:
+        return []
+    base = path[: path.rfind("/", 0, wildcard.start())]
+    below = filesystem.get_file_info(pafs.FileSelector(base, recursive=True, allow_not_found=True))
+    pattern = re.compile(_glob_regex(path))
+    matching = [i for i in below if pattern.fullmatch(i.path) and not _is_hidden(i.path[len(base) :])]
+    found = {i.path for i in matching if i.type == pafs.FileType.File}
+    return list(found.union(*(_find(filesystem, i.path) for i in matching if i.type == pafs.FileType.Directory)))
+
+
+def _is_data(path: str) -> bool:
+    return path.endswith(_SUFFIXES) and not _is_hidden(path)
+
+
+def _is_hidden(path: str) -> bool:
+    """Spark and others leave `_SUCCESS` and `.crc` files, and folders of unfinished ones, beside the data."""
+    return any(part.startswith(("_", ".")) for part in path.split("/"))
+
+
+def _glob_regex(pattern: str) -> str:
+    tokens = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+    parts = re.split(r"(\*\*/|\*\*|\*|\?|\[[^\]]+\])", pattern)
+    return "".join(tokens.get(p, p if p.startswith("[") and p.endswith("]") else re.escape(p)) for p in parts)
+
+
+def _partitions(path: str) -> tuple[tuple[str, str], ...]:
+    pairs = (part.partition("=") for part in path.split("/")[:-1])
+    return tuple((key, unquote(value)) for key, equals, value in pairs if equals and key.isidentifier())

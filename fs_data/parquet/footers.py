@@ -1,0 +1,214 @@
+"""What the footers tell before a row is read: row groups, their size in memory, types, and a checksum of each file."""
+
+import hashlib
+import io
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from fs_data.parquet.convert import Vocabulary, output_names, why_not
+from fs_data.parquet.errors import ParquetError
+from fs_data.parquet.files import File
+from fs_data.parquet.where import Bounds, Term, can_match, columns_of
+
+_WIDTHS = {"INT64": 8, "DOUBLE": 8, "INT32": 4, "FLOAT": 4, "BOOLEAN": 1, "INT96": 12}
+
+
+@dataclass(frozen=True, slots=True)
+class RowGroup:
+    file: int
+    """Its place in `Footers.files`."""
+    index: int
+    """Within its file."""
+    num_rows: int
+    num_bytes: int
+    """Of the columns that are read, once decoded: at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Footers:
+    files: tuple[File, ...]
+    checksums: tuple[str, ...]
+    """Of each file's footer: a state saved for other files is refused."""
+    groups: tuple[RowGroup, ...]
+    """All that can hold matching rows, in order."""
+    outputs: tuple[str, ...]
+    """The batch's columns."""
+    types: dict[str, Any]
+    """Arrow type of each parquet column that is read; from the first file that knows it."""
+    partitions: dict[str, Any]
+    """Arrow type of each column that directories' names give."""
+    skipped_files: tuple[str, ...]
+    """What was wrong with each file that was left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Footer:
+    schema: Any
+    metadata: Any
+    checksum: str
+
+
+def checksum(metadata: Any) -> str:
+    """8 hex digits of a footer, which holds the pages' places and sizes, and columns' bounds."""
+    sink = io.BytesIO()
+    metadata.write_metadata_file(sink)
+    return hashlib.blake2b(sink.getbuffer(), digest_size=4).hexdigest()
+
+
+def read_footers(
+    files: Sequence[File],
+    columns: Sequence[str] | None,
+    *,
+    where: Sequence[Sequence[Term]],
+    vocabularies: Mapping[str, Vocabulary],
+    attempt: Callable[[File, Callable[[], Any]], Any],
+    skip: bool,
+) -> Footers:
+    """All files' footers, several at a time.
+
+    Args:
+        columns: Names of the batch's columns, or of parquet columns with several of them; None takes all.
+        attempt: Runs an access to a file, with retries.
+        skip: Leaves out files that do not fit, in place of an error.
+
+    Raises:
+        ParquetError: A broken file, a missing column, a type that differs from the other files' or has no tensor.
+    """
+    partitions = _partition_types(files)
+    given = {k for part in where for k, _, _ in part}
+    files = [f for f in files if can_match(where, _partition_bounds(f, partitions))] if where else list(files)
+
+    def read(file: File) -> _Footer | ParquetError:
+        def access() -> _Footer:
+            with file.open() as opened:
+                return _Footer(opened.schema_arrow, opened.metadata, checksum(opened.metadata))
+
+        try:
+            return attempt(file, access)
+        except ParquetError as error:
+            if not skip:
+                raise
+            return error
+
+    with ThreadPoolExecutor(min(16, max(1, len(files)))) as pool:
+        footers = list(pool.map(read, files))
+
+    types: dict[str, Any] = {}
+    wanted: list[str] | None = list(columns) if columns is not None else None
+    kept: list[tuple[File, _Footer]] = []
+    faults: list[str] = []
+    for file, footer in zip(files, footers, strict=True):
+        fault = str(footer) if isinstance(footer, ParquetError) else None
+        if not isinstance(footer, ParquetError):
+            available = {**{f.name: f.type for f in footer.schema}, **partitions}
+            if wanted is None:
+                wanted = [n for n, kind in available.items() if n not in partitions or not pa.types.is_string(kind)]
+            names = _parquet_names(wanted, available)
+            needed = [*names.values(), *given]
+            fault = _misfit(file.path, wanted, names, needed, available, types, vocabularies)
+            if fault is None:
+                kept.append((file, footer))
+                for n in needed:
+                    if n not in types or _is_unknown(types[n]):
+                        types[n] = available[n]
+        if fault is not None:
+            if not skip:
+                raise ParquetError(fault)
+            faults.append(fault)
+    if not kept and faults:
+        raise ParquetError(f"at least one file must be readable, none is; the first: {faults[0]}")
+
+    read_types = {n: kind for n, kind in types.items() if n not in partitions}
+    groups = [group for i, (file, footer) in enumerate(kept) for group in _groups(i, file, footer, where, types)]
+    outputs = [out for n in wanted or () for out in _outputs(n, types)]
+    return Footers(
+        files=tuple(file for file, _ in kept),
+        checksums=tuple(footer.checksum for _, footer in kept),
+        groups=tuple(groups),
+        outputs=tuple(outputs),
+        types=read_types,
+        partitions={n: kind for n, kind in partitions.items() if n in types},
+        skipped_files=tuple(faults),
+    )
+
+
+def _groups(
+    i: int, file: File, footer: _Footer, where: Sequence[Sequence[Term]], types: Mapping[str, Any]
+) -> Iterator[RowGroup]:
+    by_partition = _partition_bounds(file, {n: types[n] for n, _ in file.partitions if n in types})
+    filtered = set(columns_of(where))
+    for g in range(footer.metadata.num_row_groups):
+        group = footer.metadata.row_group(g)
+        bounds: dict[str, Bounds] = dict(by_partition)
+        num_bytes = 8 * (group.num_rows + 1) * len(types)
+        for c in range(group.num_columns):
+            chunk = group.column(c)
+            name = chunk.path_in_schema.partition(".")[0]
+            if name not in types:
+                continue
+            num_bytes += chunk.num_values * _WIDTHS[chunk.physical_type] if chunk.physical_type in _WIDTHS else (
+                chunk.total_uncompressed_size
+            )  # fmt: skip
+            if chunk.path_in_schema in filtered and chunk.is_stats_set and chunk.statistics.has_min_max:
+                bounds[name] = (chunk.statistics.min, chunk.statistics.max)
+        if not where or can_match(where, bounds):
+            yield RowGroup(i, g, group.num_rows, num_bytes)
+
+
+def _parquet_names(wanted: Sequence[str], available: Mapping[str, Any]) -> dict[str, str]:
+    """The parquet column that holds each wanted one; one that is nowhere is left out."""
+    owners = {out: n for n, kind in available.items() for out in output_names(kind, n)}
+    return {w: w if w in available else owners[w] for w in wanted if w in available or w in owners}
+
+
+def _outputs(wanted: str, types: Mapping[str, Any]) -> list[str]:
+    return output_names(types[wanted], wanted) if wanted in types else [wanted]
+
+
+def _misfit(
+    path: str,
+    wanted: Sequence[str],
+    names: Mapping[str, str],
+    needed: Sequence[str],
+    available: Mapping[str, Any],
+    types: Mapping[str, Any],
+    vocabularies: Mapping[str, Vocabulary],
+) -> str | None:
+    if missing := [n for n in (*wanted, *needed) if n not in names and n not in available]:
+        return f"{path} must have the columns {list(dict.fromkeys(missing))}, it has {list(available)}"
+    for n in dict.fromkeys(names.values()):
+        if reason := why_not(available[n], n, vocabularies):
+            return f"{path}, column {n!r}: {reason}; got {available[n]}; or leave it out by columns=[…]"
+    for n in needed:
+        known, here = types.get(n), available[n]
+        if known is not None and not known.equals(here) and not _is_unknown(known) and not _is_unknown(here):
+            return f"{path}, column {n!r}: must be {known} as in the files before, got {here}; rewrite one of them"
+    return None
+
+
+def _is_unknown(kind: Any) -> bool:
+    """Columns of nothing but nulls or empty lists are written without the type of what they never held."""
+    return pa.types.is_null(kind) or (hasattr(kind, "value_type") and pa.types.is_null(kind.value_type))
+
+
+def _partition_types(files: Sequence[File]) -> dict[str, Any]:
+    values: dict[str, list[str]] = {}
+    for file in files:
+        for key, value in file.partitions:
+            values.setdefault(key, []).append(value)
+    whole = {k: all(v.removeprefix("-").isdigit() for v in vs) for k, vs in values.items() if len(vs) == len(files)}
+    return {k: pa.int64() if is_whole else pa.string() for k, is_whole in whole.items()}
+
+
+def partition_value(file: File, name: str, kind: Any) -> int | str:
+    value = dict(file.partitions)[name]
+    return int(value) if pa.types.is_integer(kind) else value
+
+
+def _partition_bounds(file: File, types: Mapping[str, Any]) -> dict[str, Bounds]:
+    values = {n: partition_value(file, n, kind) for n, kind in types.items() if n in dict(file.partitions)}
+    return {n: (v, v) for n, v in values.items()}

@@ -1,0 +1,185 @@
+"""Broken, changed and foreign files: an error that names the place, or skipped and counted."""
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from fs_data.parquet import ParquetError, ParquetUIHDataset
+from tests.fs_data.test_parquet import write
+
+
+def users(dataset: ParquetUIHDataset) -> list[int]:
+    return [n for batch in dataset for n in batch["user"].tolist()]
+
+
+def corrupt_group(path: Path, group: int) -> None:
+    """Overwrites the first page of the group's column `user`."""
+    chunk = pq.read_metadata(path).row_group(group).column(0)
+    start = min(o for o in (chunk.dictionary_page_offset, chunk.data_page_offset) if o is not None)
+    data = bytearray(path.read_bytes())
+    data[start : start + chunk.total_compressed_size] = b"\xff" * chunk.total_compressed_size
+    path.write_bytes(data)
+
+
+def make(path: Path, **options: Any) -> ParquetUIHDataset:
+    return ParquetUIHDataset(path, batch_size=4, **options)
+
+
+@pytest.mark.parametrize("prefetch_bytes", [0, 1 << 20])
+def test_a_corrupt_page_names_its_group_or_the_group_is_skipped(tmp_path: Path, prefetch_bytes: int) -> None:
+    write(tmp_path / "h.parquet", [3, 5, 2])
+    corrupt_group(tmp_path / "h.parquet", 1)
+    with pytest.raises(ParquetError, match=r"h\.parquet, row group 1 must hold intact pages"):
+        users(make(tmp_path, prefetch_bytes=prefetch_bytes))
+    dataset = make(tmp_path, on_error="skip", prefetch_bytes=prefetch_bytes)
+    assert users(dataset) == [0, 1, 2, 8, 9]
+    assert (dataset.stats().groups_skipped, dataset.stats().rows_skipped) == (1, 5)
+
+
+def test_resume_passes_over_skipped_rows(tmp_path: Path) -> None:
+    write(tmp_path / "h.parquet", [3, 5, 9])
+    corrupt_group(tmp_path / "h.parquet", 1)
+
+    def fresh() -> ParquetUIHDataset:
+        return ParquetUIHDataset(tmp_path, batch_size=2, on_error="skip")
+
+    dataset, states, batches = fresh(), [], []
+    for batch in dataset:
+        batches.append(batch["user"].tolist())
+        states.append(dataset.state_dict())
+    assert batches == [[0, 1], [2, 8], [9, 10], [11, 12], [13, 14], [15, 16]]
+    for done, state in enumerate(states, start=1):
+        again = fresh()
+        again.load_state_dict(state)
+        assert [b["user"].tolist() for b in again] == batches[done:]
+
+
+@pytest.mark.parametrize("fault", ["truncated", "no parquet", "missing column", "wrong type", "empty"])
+def test_a_file_that_does_not_fit_is_named_or_skipped(tmp_path: Path, fault: str) -> None:
+    rows = write(tmp_path / "a.parquet", [4])
+    bad = tmp_path / "b.parquet"
+    write(bad, [4])
+    if fault == "truncated":
+        bad.write_bytes(bad.read_bytes()[:-30])
+    elif fault == "no parquet":
+        bad.write_text("user,history\n" * 10)
+    elif fault == "empty":
+        bad.write_bytes(b"")
+    else:
+        table = pq.read_table(bad)
+        table = table.drop_columns(["label"]) if fault == "missing column" else table.set_column(
+            0, "user", table["user"].cast(pa.int32())
+        )  # fmt: skip
+        pq.write_table(table, bad)
+    with pytest.raises(ParquetError, match=r"b\.parquet.* must (be|have)"):
+        make(tmp_path)
+    dataset = make(tmp_path, on_error="skip")
+    assert users(dataset) == [user for user, _, _ in rows]
+    assert dataset.stats().files_skipped == 1
+    (tmp_path / "a.parquet").unlink()
+    if fault in ("truncated", "no parquet", "empty"):
+        with pytest.raises(ParquetError, match="at least one file must be readable"):
+            make(tmp_path, on_error="skip")
+
+
+def test_a_file_without_rows_is_an_ordinary_file(tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet", [])
+    rows = write(tmp_path / "b.parquet", [5])
+    assert users(make(tmp_path)) == [user for user, _, _ in rows]
+    (tmp_path / "b.parquet").unlink()
+    assert users(make(tmp_path)) == []
+
+
+def test_a_file_that_changes_between_epochs_is_named(tmp_path: Path) -> None:
+    write(tmp_path / "h.parquet", [4, 4])
+    dataset = make(tmp_path)
+    users(dataset)
+    state = dataset.state_dict()
+    write(tmp_path / "h.parquet", [4, 4], first=1)  # as many rows and groups as before
+    with pytest.raises(ParquetError, match=r"h\.parquet must stay as it was"):
+        users(dataset)
+    with pytest.raises(ParquetError, match=r"same files: .*h\.parquet has changed since"):
+        make(tmp_path).load_state_dict(state)
+
+
+def test_a_file_that_vanishes_is_named_or_skipped(tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet", [4])
+    write(tmp_path / "b.parquet", [4], first=4)
+    for on_error in ("raise", "skip"):
+        dataset = make(tmp_path, on_error=on_error)
+        (tmp_path / "b.parquet").rename(tmp_path / "gone")
+        if on_error == "raise":
+            with pytest.raises(FileNotFoundError, match=r"b\.parquet"):
+                users(dataset)
+        else:
+            assert users(dataset) == [0, 1, 2, 3]
+            assert dataset.stats().groups_skipped == 1
+        (tmp_path / "gone").rename(tmp_path / "b.parquet")
+
+
+def test_predicates_leave_out_groups_by_their_footers_and_rows_by_their_values(tmp_path: Path) -> None:
+    write(tmp_path / "h.parquet", [10, 10, 10])
+    dataset = make(tmp_path, where=[("user", ">=", 15), ("label", "<", 12)], columns=["user"])
+    assert dataset.num_rows == 20  # the first group's footer says that it holds none
+    assert users(dataset) == list(range(15, 24))
+    either = [[("user", "<", 3)], [("user", "in", [27, 29])]]
+    assert users(make(tmp_path, where=either)) == [0, 1, 2, 27, 29]
+    assert users(make(tmp_path, where=[("user", ">", 99)])) == []
+    with pytest.raises(ValueError, match=r"where must hold terms \(column, operator, value\)"):
+        make(tmp_path, where=[("user", "~", 3)])
+    with pytest.raises(ParquetError, match=r"must have the columns \['age'\]"):
+        make(tmp_path, where=[("age", ">", 3)])
+
+
+def test_resume_under_a_predicate_is_exact(tmp_path: Path) -> None:
+    write(tmp_path / "h.parquet", [7, 9, 14])
+
+    def fresh() -> ParquetUIHDataset:
+        return ParquetUIHDataset(tmp_path, batch_size=2, where=[("user", "not in", [3, 4, 5, 16])], shuffle=True)
+
+    dataset, states, batches = fresh(), [], []
+    for batch in dataset:
+        batches.append(batch["user"].tolist())
+        states.append(dataset.state_dict())
+    assert sorted(n for b in batches for n in b) == sorted(set(range(30)) - {3, 4, 5, 16})
+    for done, state in enumerate(states, start=1):
+        again = fresh()
+        again.load_state_dict(state)
+        assert [b["user"].tolist() for b in again] == batches[done:]
+
+
+def test_hive_partitions_are_columns_and_prune_files(tmp_path: Path) -> None:
+    for day, country in ((1, "DE"), (2, "DE"), (2, "US")):
+        folder = tmp_path / f"day={day}" / f"country={country}"
+        folder.mkdir(parents=True)
+        write(folder / "part.parquet", [3], first=100 * day + (10 if country == "US" else 0))
+    (tmp_path / "day=2" / "_SUCCESS").touch()
+    (tmp_path / "day=2" / "_temporary").mkdir()
+    (tmp_path / "day=2" / "_temporary" / "half.parquet").write_bytes(b"half")
+    (batch,) = ParquetUIHDataset(tmp_path, batch_size=9, columns=["user", "day"])
+    assert batch["day"].tolist() == [1] * 3 + [2] * 6
+    (batch,) = ParquetUIHDataset(tmp_path, batch_size=9, where=[("day", "==", 2), ("country", "==", "US")])
+    assert batch["user"].tolist() == [210, 211, 212]
+    assert list(batch) == ["user", "history", "label", "day"]
+    (tmp_path / "day=1" / "country=DE" / "part.parquet").write_bytes(b"broken")
+    assert len(users(make(tmp_path, where=[("day", ">", 1)]))) == 6  # the other folder is not even opened
+    assert len(users(make(tmp_path / "day=2" / "**" / "*.parquet"))) == 6
+
+
+def test_memory_ahead_of_the_consumer_is_bounded() -> None:
+    from fs_data.parquet.ahead import read_ahead
+
+    alive = peak = 0
+
+    def read(size: int) -> int:
+        nonlocal alive, peak
+        alive += size
+        peak = max(peak, alive)
+        return size
+
+    for size in read_ahead([3, 4, 2, 9, 20, 1, 1, 5] * 5, read, lambda s: s, max_bytes=10, timeout_s=60):
+        alive -= size
+    assert 10 < peak <= 20 + 1  # 20 is larger than the bound, and read alone
