@@ -125,7 +125,7 @@ def iterate(path: Path, bound_mb: int) -> float:
     dataset = ParquetUIHDataset(path, batch_size=BATCH_SIZE, prefetch_bytes=bound_mb << 20)
     before = _memory_mb("VmRSS")
     for batch in dataset:
-        time.sleep(sum(map(count, batch.values())) / 200e6)  # a consumer slower than the disk, so that memory fills up
+        time.sleep(sum(map(count, batch.values())) / 20e6)  # slower than reading, so that memory fills up
     return _memory_mb("VmHWM") - before
 
 
