@@ -1,4 +1,4 @@
-"""`jagged_permute` in Triton: one pass over the output, each block finding its rows by bisection.
+"""`jagged_permute` in Triton: each row is copied by a few programs, block after block.
 
 Legend: N' output values, M output rows, W words a value (a word is the widest integer that divides a value's bytes).
 """
@@ -12,26 +12,22 @@ from torch.autograd.function import once_differentiable
 from fs_kernels.jagged_permute import source_places
 
 BLOCK = 1024
+# Enough programs to fill a GPU where rows are few and long; more than that only adds launches that find nothing to do.
+PROGRAMS = 1 << 14
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.int8)
 
 
 @triton.jit
-def _forward_kernel(
-    values, offsets, index, out_offsets, out, M, num_words, W, STEPS: tl.constexpr, BLOCK: tl.constexpr
-):
-    word = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # (BLOCK,) places in out
-    mask = word < num_words
-    n = word // W  # output value
-    row = tl.zeros((BLOCK,), tl.int64)  # the last row that starts at or before n, by bisection
-    end = row + M
-    for _ in range(STEPS):
-        middle = (row + end) // 2
-        before = tl.load(out_offsets + middle, mask & (middle < M), other=0) <= n
-        row = tl.where(before & (middle < M), middle, row)
-        end = tl.where(before, end, middle)
-    source_row = tl.load(index + row, mask, other=0).to(tl.int64)
-    source = tl.load(offsets + source_row, mask, other=0) + n - tl.load(out_offsets + row, mask, other=0)
-    tl.store(out + word, tl.load(values + source * W + word % W, mask, other=0), mask)
+def _forward_kernel(values, offsets, index, out_offsets, out, W, num_parts, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    part = tl.program_id(1)
+    start = tl.load(out_offsets + row) * W  # int64: places can pass 2**31
+    num_words = tl.load(out_offsets + row + 1) * W - start
+    source = tl.load(offsets + tl.load(index + row)) * W
+    for first in range(part * BLOCK, num_words, num_parts * BLOCK):
+        word = first + tl.arange(0, BLOCK)  # (BLOCK,)
+        mask = word < num_words
+        tl.store(out + start + word, tl.load(values + source + word, mask), mask)
 
 
 class _JaggedPermute(torch.autograd.Function):
@@ -43,19 +39,9 @@ class _JaggedPermute(torch.autograd.Function):
         if not out.numel():
             return out
         words = _as_words(values)
-        num_words = words.numel() // len(values) * out_size
-        grid = (triton.cdiv(num_words, BLOCK),)
-        _forward_kernel[grid](
-            words,
-            offsets,
-            index,
-            out_offsets,
-            _as_words(out),
-            len(index),
-            num_words,
-            num_words // out_size,
-            STEPS=len(index).bit_length(),
-            BLOCK=BLOCK,
+        parts = max(1, min(PROGRAMS // len(index), 64))
+        _forward_kernel[(len(index), parts)](
+            words, offsets, index, out_offsets, _as_words(out), words.numel() // len(values), parts, BLOCK=BLOCK
         )
         return out
 
