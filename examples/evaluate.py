@@ -1,6 +1,7 @@
 """Leave-one-out evaluation: HR@10 and NDCG@10 of the held-out item among 100 random ones."""
 
 from collections.abc import Iterator
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ def evaluate(model: SequenceModel, data: str, split: str, *, batch_size: int, de
     sums = torch.zeros(3, dtype=torch.float64)
     was_training = model.training
     model.eval()
-    for batch in _equal_steps(map(task, dataset), task.num_negatives + 1):
+    for batch in _equal_steps(map(task, cast("Iterator[Batch]", iter(dataset))), task.num_negatives + 1):
         seq, candidates = batch["seq"], batch["candidates"]
         assert isinstance(seq, JaggedColumn)
         assert isinstance(candidates, Tensor)

@@ -30,15 +30,26 @@ def make_loader(
     collate = cast("Callable[[Any], Batch]", task)  # one batch in, one out: with batch_size=None nothing is collated
     with warnings.catch_warnings():  # torchdata 0.11 calls what torch 2.13 deprecates
         warnings.filterwarnings("ignore", "'set_vital' is deprecated")
-        plain = StatefulDataLoader(dataset, batch_size=None, collate_fn=collate, num_workers=settings.workers)
+        loader = StatefulDataLoader(
+            dataset,
+            batch_size=None,
+            collate_fn=collate,
+            num_workers=settings.workers,
+            generator=torch.Generator(),  # else each pass takes a number from the stream that dropout draws from
+        )
+    plain = cast("StatefulDataLoader[Batch]", loader)
     if settings.loader == "plain":
         return PlainLoader(plain, dataset)
-    loader = BalancedDataLoader(
-        plain, partitioner=settings.partitioner, weights={"positions": count_positions}, timeout_s=settings.timeout_s
+    balanced = BalancedDataLoader(
+        plain,
+        partitioner=settings.partitioner,
+        weights={"positions": count_positions},
+        device=device if device.type == "cuda" else None,
+        timeout_s=settings.timeout_s,
     )
     if settings.embeddings == "prioritized":
-        loader.feeds(model, {"item_emb": lambda b: [column.values for column in jagged(b, "seq", "pos", "neg")]})
-    return loader
+        balanced.feeds(model, {"item_emb": lambda b: [column.values for column in jagged(b, "seq", "pos", "neg")]})
+    return balanced
 
 
 def count_positions(batch: Batch) -> torch.Tensor:

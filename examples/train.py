@@ -91,7 +91,7 @@ class Trainer:
         self.optimizer = torch.optim.Adam(self.ddp.parameters(), lr=settings.lr, betas=(0.9, 0.98))
         torch.manual_seed(settings.seed * 1000 + self.rank)  # dropout differs by rank
         self.task = NextItemTask(settings.num_items, settings.seed)
-        self.loader = make_loader(settings, self.task, self.model)
+        self.loader = make_loader(settings, self.task, self.model, device)
         self.progress, self.totals = Progress(), Totals()
         if self.rank == 0:
             settings.out.mkdir(parents=True, exist_ok=True)

@@ -109,7 +109,7 @@ def ended() -> Iterator[list[subprocess.Popen[str]]]:
     yield processes
     for p in processes:
         p.kill()
-        p.wait(10)
+        p.communicate(timeout=10)
 
 
 def test_a_killed_rank_is_named_and_a_restart_goes_on_exactly(
