@@ -16,9 +16,9 @@ from fs_data.parquet import ParquetUIHDataset
 
 
 def make_loader(
-    settings: Settings, task: NextItemTask, model: SequenceModel
+    settings: Settings, task: NextItemTask, model: SequenceModel, device: torch.device
 ) -> "BalancedDataLoader[Batch] | PlainLoader":
-    """This rank's training batches: `{"user", "seq", "pos", "neg"}`, on the CPU."""
+    """This rank's training batches: `{"user", "seq", "pos", "neg"}`; the plain loader's are on the CPU."""
     dataset = ParquetUIHDataset(
         settings.data,
         columns=["user", "history"],
