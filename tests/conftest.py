@@ -10,6 +10,8 @@ from hypothesis import settings
 from tests.ranks import RankPool
 
 torch.set_num_threads(1)
+if not torch.cuda.is_available():  # Triton reads it once, when it is first imported, by whichever test that is
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 # No deadline: how long one example takes says more about the machine than about the code.
 settings.register_profile("freescale", deadline=None)
 settings.load_profile("freescale")

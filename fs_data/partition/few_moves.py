@@ -44,8 +44,10 @@ class FewMoves:
         start = np.r_[0, np.cumsum(target)]  # (R + 1,)
         cost = world.cost[order]
         load = np.add.reduceat(cost, start[:-1]) if target.min() else _sums(cost, start)
-        slack = int(int(cost.sum()) * round(self.tolerance * 1e9) // (size * 10**9))
-        ceiling = max(int(cost.sum()) // size, int(cost.max())) + slack
+        total, parts = int(cost.sum()), round(self.tolerance * 1e9)
+        slack = total * parts // (size * 10**9)
+        # Mean and slack are rounded together: rounded down one by one, small costs would be moved within the tolerance.
+        ceiling = max(total * (10**9 + parts) // (size * 10**9), int(cost.max()) + slack)
         is_sorted = np.zeros(size, np.bool_)
         swap = quickest(swap_pairs, *HELPERS, num_samples=len(cost))
         for ranks in [*_hosts(runtime.host, size), np.arange(size)]:
