@@ -34,8 +34,9 @@ class Settings:
     dropout: float = 0.3
     lr: float = 1e-3
     """Of Adam, for the dense part."""
+    embedding_optimizer: str = "rowwise_adagrad"
+    """`rowwise_adagrad`, or `sgd`: for the item table."""
     embedding_lr: float = 0.05
-    """Of row-wise Adagrad, for the item table."""
     double: bool = False
     """Trains in float64."""
     workers: int = 0
@@ -55,7 +56,11 @@ class Settings:
     """Rank 0 writes the run's figures there, as JSON."""
 
 
-_CHOICES = {"loader": ("balanced", "plain"), "embeddings": ("prioritized", "synchronous")}
+_CHOICES = {
+    "loader": ("balanced", "plain"),
+    "embeddings": ("prioritized", "synchronous"),
+    "embedding_optimizer": ("rowwise_adagrad", "sgd"),
+}
 # What may differ between ranks without harm.
 _OWN = ("report",)
 

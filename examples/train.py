@@ -28,7 +28,7 @@ from examples.model import ModelConfig, SequenceModel
 from examples.settings import Settings, check_same_settings, parse
 from examples.show import StepBar
 from fs_data import JaggedColumn
-from fs_embed import RowWiseAdagrad, TableOptimizers, prioritize, prioritized_modules
+from fs_embed import SGD, RowWiseAdagrad, TableOptimizers, prioritize, prioritized_modules
 
 
 @dataclass(slots=True)
@@ -81,11 +81,13 @@ class Trainer:
             dropout=settings.dropout,
         )
         self.model = SequenceModel(config).to(device, torch.float64 if settings.double else None)
+        rows = {"rowwise_adagrad": RowWiseAdagrad, "sgd": SGD}[settings.embedding_optimizer]
         prioritize(
             self.model,
-            optimizer=RowWiseAdagrad(lr=settings.embedding_lr),
+            optimizer=rows(lr=settings.embedding_lr),
             mode=settings.embeddings,
             tables=["item_emb"],
+            timeout_s=settings.timeout_s,
         )
         self.ddp = DistributedDataParallel(self.model)
         self.optimizer = torch.optim.Adam(self.ddp.parameters(), lr=settings.lr, betas=(0.9, 0.98))

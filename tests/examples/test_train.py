@@ -49,15 +49,16 @@ def _train(s: Settings) -> tuple[dict[str, float], torch.Tensor]:
     return figures, weight.full_tensor() if hasattr(weight, "full_tensor") else weight
 
 
-@pytest.mark.parametrize(
-    ("size", "partitioner"), [(1, "few_moves"), (2, "identity"), (2, "few_moves"), (4, "few_moves")]
-)
+@pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad"])
+@pytest.mark.parametrize("partitioner", ["identity", "few_moves"])
+@pytest.mark.parametrize("size", [1, 2, 4])
 def test_prioritized_and_synchronous_runs_have_the_same_bits(
-    ranks: Callable[[int], RankPool], data: Path, tmp_path: Path, size: int, partitioner: str
+    ranks: Callable[[int], RankPool], data: Path, tmp_path: Path, size: int, partitioner: str, optimizer: str
 ) -> None:
+    same = {"partitioner": partitioner, "embedding_optimizer": optimizer, "max_steps": 50, "epochs": 9}
     tables = {}
     for mode in ("prioritized", "synchronous"):
-        s = settings(data, tmp_path / mode, embeddings=mode, partitioner=partitioner, max_steps=50, epochs=9)
+        s = settings(data, tmp_path / mode, embeddings=mode, **same)
         tables[mode] = ranks(size).run(_train, s, timeout_s=120)[0][1]
     assert len(losses(tmp_path / "synchronous")) == 50
     assert losses(tmp_path / "prioritized") == losses(tmp_path / "synchronous")
