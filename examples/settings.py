@@ -12,7 +12,7 @@ import torch.distributed as dist
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
     data: str
-    """Parquet of histories, as `fs-data generate` or `fs-data build` writes it."""
+    """Parquet of histories, as `fs_data.generate` or `fs_data.build` writes it."""
     num_items: int
     """Item ids run from 1 to this."""
     out: Path = Path("runs/default")
