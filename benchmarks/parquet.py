@@ -4,8 +4,12 @@ All variants read the same generated file, one after the other and in turns, in 
 second, where a value is one item of a history or one scalar. The floor of `bare` is what pyarrow needs to decode the
 row groups into Arrow memory; the dataset does that, and cuts batches of tensors.
 
-Memory is the peak that a process of its own reaches while it iterates, over what it held before: on the file, and on
-one that is several times larger, with the same bound.
+HF datasets streams the same file twice: as its documentation has it, example by example into a DataLoader that joins
+them, and in its own batches, its quickest way; both end in the same values and offsets.
+
+Memory is what a process of its own needs at most while it iterates slowly: on the file, and on one that is several
+times larger, with the same bound. `peak_mb` is what Arrow has handed out, which the bound is about; `resident_mb` the
+anonymous memory that the process gains after a first batch has loaded all code, with what Arrow's allocator keeps.
 """
 
 import argparse
@@ -24,8 +28,10 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import torch
+from torch import Tensor
 
 from benchmarks.report import publish, row
+from fs_data import JaggedColumn
 from fs_data.generate import draw_lengths
 from fs_data.parquet import ParquetUIHDataset
 from fs_data.parquet.columns import Column
@@ -80,14 +86,29 @@ def by_scanner(path: Path) -> int:
     return total
 
 
-def by_hugging_face(path: Path) -> int:
+def hugging_face(path: Path) -> Any:
     import datasets
 
     stream: Any = datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True)
-    total = 0
-    for batch in stream.with_format("torch").iter(batch_size=BATCH_SIZE):
-        total += batch["user"].numel() + batch["label"].numel() + sum(h.numel() for h in batch["history"])
-    return total
+    return stream.with_format("torch")
+
+
+def jagged(users: Tensor, labels: Tensor, histories: list[Tensor]) -> int:
+    column = JaggedColumn.from_lengths(torch.cat(histories), torch.tensor([len(h) for h in histories]))
+    return users.numel() + labels.numel() + column.values.numel()
+
+
+def by_hugging_face(path: Path) -> int:
+    def collate(examples: list[dict[str, Tensor]]) -> int:
+        users, labels = (torch.stack([e[name] for e in examples]) for name in ("user", "label"))
+        return jagged(users, labels, [e["history"] for e in examples])
+
+    return sum(torch.utils.data.DataLoader(hugging_face(path), batch_size=BATCH_SIZE, collate_fn=collate))
+
+
+def by_hugging_face_batches(path: Path) -> int:
+    batches = hugging_face(path).iter(batch_size=BATCH_SIZE)
+    return sum(jagged(b["user"], b["label"], list(b["history"])) for b in batches)
 
 
 VARIANTS: dict[str, Callable[[Path], int]] = {
@@ -96,37 +117,42 @@ VARIANTS: dict[str, Callable[[Path], int]] = {
     "bare row groups": by_row_groups,
     "scanner": by_scanner,
     "HF datasets": by_hugging_face,
+    "HF datasets, in batches": by_hugging_face_batches,
 }
 
 
-def speeds(path: Path, repeats: int, hf_path: Path) -> dict[str, list[float]]:
-    """Values a second of each variant, in turns; HF datasets reads `hf_path`, which may be shorter."""
+def speeds(path: Path, repeats: int) -> dict[str, list[float]]:
+    """Values a second of each variant, in turns."""
     found: dict[str, list[float]] = {name: [] for name in VARIANTS}
     for _ in range(repeats):
         for name, read in VARIANTS.items():
             gc.collect()
             start = time.perf_counter()
-            values = read(hf_path if name == "HF datasets" else path)
+            values = read(path)
             found[name].append(values / (time.perf_counter() - start))
     return found
 
 
-def peak_mb(path: Path, bound_mb: int) -> float:
-    """In a fresh process: most memory while all batches are read, over what the process held before."""
+def peaks_mb(path: Path, bound_mb: int) -> tuple[float, float]:
+    """`peak_mb` and `resident_mb`, of a fresh process."""
     script = (
         "import sys\nfrom pathlib import Path\nfrom benchmarks.parquet import iterate\n"
-        f"print(iterate(Path(sys.argv[1]), {bound_mb}))"
+        f"print(*iterate(Path(sys.argv[1]), {bound_mb}))"
     )
     done = subprocess.run([sys.executable, "-c", script, str(path)], capture_output=True, text=True, check=True)
-    return float(done.stdout.split()[-1])
+    peak, resident = map(float, done.stdout.split()[-2:])
+    return peak, resident
 
 
-def iterate(path: Path, bound_mb: int) -> float:
+def iterate(path: Path, bound_mb: int) -> tuple[float, float]:
+    """Reads with a consumer that is slower than reading, so that memory fills up."""
+    next(iter(ParquetUIHDataset(path, batch_size=BATCH_SIZE, prefetch_bytes=1)))  # loads all code
     dataset = ParquetUIHDataset(path, batch_size=BATCH_SIZE, prefetch_bytes=bound_mb << 20)
-    before = _memory_mb("VmRSS")
+    before = most = _memory_mb("RssAnon")
     for batch in dataset:
-        time.sleep(sum(map(count, batch.values())) / 20e6)  # slower than reading, so that memory fills up
-    return _memory_mb("VmHWM") - before
+        time.sleep(sum(map(count, batch.values())) / 20e6)
+        most = max(most, _memory_mb("RssAnon"))
+    return (pa.default_memory_pool().max_memory() or 0) / (1 << 20), most - before
 
 
 def _memory_mb(key: str) -> float:
@@ -147,11 +173,13 @@ def main() -> None:
         os.environ.setdefault("HF_HOME", folder)
         file, large = Path(folder) / "file.parquet", Path(folder) / "large.parquet"
         write(file, args.mb)
-        found = speeds(file, args.repeats, file)
+        found = speeds(file, args.repeats)
         write(large, args.large_mb)
-        peaks = {path.stat().st_size >> 20: peak_mb(path, args.bound_mb) for path in (file, large)}
+        peaks = {path.stat().st_size >> 20: peaks_mb(path, args.bound_mb) for path in (file, large)}
     rows = [row(name, args.mb, "values_per_s", "1/s", samples) for name, samples in found.items()]
-    rows += [row("dataset, reading ahead", size, "peak_mb", "MB", peak) for size, peak in peaks.items()]
+    for size, (peak, resident) in peaks.items():
+        rows.append(row("dataset, reading ahead", size, "peak_mb", "MB", peak))
+        rows.append(row("dataset, reading ahead", size, "resident_mb", "MB", resident))
 
     def ratio(name: str, to: str) -> float:
         return float(np.median([a / b for a, b in zip(found[name], found[to], strict=True)]))
@@ -162,7 +190,9 @@ def main() -> None:
         "ratio_to_bare_ahead": ratio("dataset, reading ahead", "bare row groups"),
         "ratio_to_scanner": ratio("dataset", "scanner"),
         "ratio_to_hf": ratio("dataset", "HF datasets"),
-        "peak_mb": peaks,
+        "ratio_to_hf_batches": ratio("dataset", "HF datasets, in batches"),
+        "peak_mb": {size: peak for size, (peak, _) in peaks.items()},
+        "resident_mb": {size: resident for size, (_, resident) in peaks.items()},
         "bound_mb": args.bound_mb,
     }
     publish("parquet", rows, figures, as_json=args.json)

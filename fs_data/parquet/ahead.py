@@ -21,8 +21,8 @@ def read_ahead(
 ) -> Iterator[Part]:
     """`read(item)` of all items in order; errors surface where the part is taken.
 
-    Parts that were read, are being read, or are with the consumer hold at most `max_bytes`, or are a single one that
-    is larger. With `max_bytes` 0, nothing runs ahead and there is no thread.
+    Parts that were read, are being read, or are with the consumer hold at most `max_bytes`; only where not even one
+    would fit is it read nevertheless. With `max_bytes` 0, nothing runs ahead and there is no thread.
 
     Raises:
         ParquetError: A read did not end within `timeout_s`.
@@ -32,14 +32,18 @@ def read_ahead(
         return
     pool = ThreadPoolExecutor(1, thread_name_prefix="parquet-ahead")
     queue: deque[tuple[Future[Part], int]] = deque()
-    held = 0  # by the queue and the consumer
+    lent: deque[int] = deque(maxlen=2)  # the consumer's batch may share memory with two parts
+
+    def fits(size: int) -> bool:
+        # Decoding needs up to twice as much again: the file's pages, and buffers that grow by doubling.
+        return sum(held for _, held in queue) + sum(lent) + 3 * size <= max_bytes
+
     coming = iter(items)
     upcoming = next(coming, None)
     try:
         while True:
-            while upcoming is not None and (held == 0 or held + num_bytes(upcoming) <= max_bytes):
+            while upcoming is not None and (not queue or fits(num_bytes(upcoming))):
                 queue.append((pool.submit(read, upcoming), num_bytes(upcoming)))
-                held += queue[-1][1]
                 upcoming = next(coming, None)
             if not queue:
                 return
@@ -51,8 +55,8 @@ def read_ahead(
                     raise
                 raise ParquetError(f"a row group must be read within {timeout_s:g} s; raise timeout_s") from error
             del future
+            lent.append(size)
             yield part
             del part
-            held -= size
     finally:
         pool.shutdown(wait=False, cancel_futures=True)

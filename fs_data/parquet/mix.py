@@ -12,6 +12,8 @@ def shares(quotas: Sequence[float], yielded: Sequence[int], num_rows: int) -> li
         quotas: Not negative; 0 takes none. Only their ratios count.
         yielded: Rows that each source gave so far; those of sources with quota 0 do not count.
     """
+    if sum(q > 0 for q in quotas) == 1:
+        return [num_rows if q else 0 for q in quotas]
     total = sum(quotas)
     so_far = sum(y for y, q in zip(yielded, quotas, strict=True) if q)
     due = [q / total * (so_far + num_rows) - y if q else 0.0 for q, y in zip(quotas, yielded, strict=True)]

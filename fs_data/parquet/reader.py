@@ -72,7 +72,9 @@ class PieceReader:
         for name in self._read_for_output(table.column_names):
             bad = faulty_rows(table[name], name, self._options.vocabularies)
             bad = bad[keep[bad]]
-            if len(bad) and self._options.on_error == "raise":
+            if not len(bad):
+                continue
+            if self._options.on_error == "raise":
                 raise ParquetError(self._describe(table[name], name, int(bad[0]), place))
             self._count("rows_skipped", int(np.isin(bad, wanted).sum()))
             keep[bad] = False

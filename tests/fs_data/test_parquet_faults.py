@@ -1,8 +1,11 @@
 """Broken, changed and foreign files: an error that names the place, or skipped and counted."""
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -183,3 +186,24 @@ def test_memory_ahead_of_the_consumer_is_bounded() -> None:
     for size in read_ahead([3, 4, 2, 9, 20, 1, 1, 5] * 5, read, lambda s: s, max_bytes=10, timeout_s=60):
         alive -= size
     assert 10 < peak <= 20 + 1  # 20 is larger than the bound, and read alone
+
+
+def test_arrow_memory_stays_within_the_bound_and_uses_it(tmp_path: Path) -> None:
+    rows_a_group, items = 8, 20_000  # 1.28 MB a group
+    schema = pa.schema([("history", pa.list_(pa.int64()))])
+    with pq.ParquetWriter(tmp_path / "h.parquet", schema, use_dictionary=False) as writer:
+        for group in range(24):
+            ids = np.random.default_rng(group).integers(0, 1 << 48, rows_a_group * items)
+            offsets = np.arange(rows_a_group + 1, dtype=np.int32) * items
+            table = pa.table([pa.ListArray.from_arrays(pa.array(offsets), pa.array(ids))], schema=schema)
+            writer.write_table(table, row_group_size=rows_a_group)
+    bound = 12 << 20
+    script = (
+        "import sys, time, pyarrow\n"
+        "from fs_data.parquet import ParquetUIHDataset\n"
+        f"for _ in ParquetUIHDataset(sys.argv[1], batch_size=3, prefetch_bytes={bound}):\n"
+        "    time.sleep(0.005)\n"
+        "print(pyarrow.default_memory_pool().max_memory())"
+    )
+    done = subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True, text=True, check=True)
+    assert bound / 2 < int(done.stdout) <= bound
