@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from fs_comm.engine import INLINE_BYTES, Engine, Exchange
 from fs_comm.errors import CommError
 from fs_comm.mesh import Mesh
+from fs_comm.transports import gloo
 from fs_comm.transports.memory import Staging, allow_attach, read_from
 from fs_comm.transports.verbs_road import VerbsRoad, why_not_verbs
 from fs_comm.wire import DTYPE_NUMBER, Op
@@ -289,12 +290,8 @@ class SmFreeGroup(dist.ProcessGroup):
         return work
 
     def _by_gloo(self, x: Exchange) -> None:
-        """On the engine's thread, after all headers agreed."""
-        sent, received = torch.cat(list(x.send)), torch.cat(list(x.receive))
-        sizes = [[len(t) for t in side] for side in (x.receive, x.send)]
-        self._inner.alltoall_base(received, sent, *sizes).wait()
-        for part, out in zip(received.split(sizes[0]), x.receive, strict=True):
-            out.copy_(part)
+        """On the engine's thread, after all headers agreed; parts that came with the headers stay out."""
+        gloo.exchange(self._inner, self._rank, x.send, x.receive, over_bytes=INLINE_BYTES)
 
     def _by_verbs(self, x: Exchange) -> None:
         """On the engine's thread, after all headers agreed; parts that came with the headers stay out."""
