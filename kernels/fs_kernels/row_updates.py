@@ -7,6 +7,8 @@ differently in the vectorised body of an array and in its tail.
 Legend: R rows of the table, K rows to update (distinct), D features.
 """
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -14,12 +16,14 @@ from torch import Tensor
 from fs_kernels._checks import accumulator, check_rows
 from fs_kernels._dispatch import Impl, torch_only
 
+_BLOCK_NUMEL = 1 << 17
+
 
 def sgd_update_(weight: Tensor, rows: Tensor, grad: Tensor, *, lr: float, impl: Impl = "auto") -> None:
     """`w -= lr · g` on `weight[rows]`; `weight` `(R, D)`, `rows` `(K,)` int64 distinct, `grad` `(K, D)`."""
     _check(weight, rows, grad, impl)
-    g = grad.to(accumulator(weight.dtype))
-    _subtract_(weight, rows, lr * g)
+    for block, g in _blocks(rows, grad, accumulator(weight.dtype)):
+        _subtract_(weight, block, lr * g)
 
 
 def adagrad_update_(
@@ -27,10 +31,10 @@ def adagrad_update_(
 ) -> None:
     """`s += g²; w -= lr · g / (√s + eps)`; `state` `(R, D)`."""
     _check(weight, rows, grad, impl)
-    g = grad.to(state.dtype)
-    s = state[rows] + g * g
-    state[rows] = s
-    _subtract_(weight, rows, lr * g / (s.sqrt() + eps))
+    for block, g in _blocks(rows, grad, state.dtype):
+        s = state.index_select(0, block) + g * g
+        state.index_copy_(0, block, s)
+        _subtract_(weight, block, lr * g / (s.sqrt() + eps))
 
 
 def rowwise_adagrad_update_(
@@ -38,10 +42,10 @@ def rowwise_adagrad_update_(
 ) -> None:
     """`s += mean(g²) over a row; w -= lr / (√s + eps) · g`; `state` `(R,)`: one number a row."""
     _check(weight, rows, grad, impl)
-    g = grad.to(state.dtype)
-    s = state[rows] + _sum_of_rows(g * g) / g.shape[1]
-    state[rows] = s
-    _subtract_(weight, rows, (lr / (s.sqrt() + eps))[:, None] * g)
+    for block, g in _blocks(rows, grad, state.dtype):
+        s = state.index_select(0, block) + _sum_of_rows(g * g) / g.shape[1]
+        state.index_copy_(0, block, s)
+        _subtract_(weight, block, (lr / (s.sqrt() + eps))[:, None] * g)
 
 
 def adam_update_(
@@ -60,12 +64,13 @@ def adam_update_(
 ) -> None:
     """`m = β₁m + (1 - β₁)g; v = β₂v + (1 - β₂)g²; w -= lr · m̂ / (√v̂ + eps)`, bias-corrected for `step` (1, 2, …)."""
     _check(weight, rows, grad, impl)
-    g = grad.to(exp_avg.dtype)
-    m = beta1 * exp_avg[rows] + (1 - beta1) * g
-    v = beta2 * exp_avg_sq[rows] + (1 - beta2) * (g * g)
-    exp_avg[rows], exp_avg_sq[rows] = m, v
-    m_hat, v_hat = m / (1 - beta1**step), v / (1 - beta2**step)
-    _subtract_(weight, rows, lr * m_hat / (v_hat.sqrt() + eps))
+    for block, g in _blocks(rows, grad, exp_avg.dtype):
+        m = beta1 * exp_avg.index_select(0, block) + (1 - beta1) * g
+        v = beta2 * exp_avg_sq.index_select(0, block) + (1 - beta2) * (g * g)
+        exp_avg.index_copy_(0, block, m)
+        exp_avg_sq.index_copy_(0, block, v)
+        m_hat, v_hat = m / (1 - beta1**step), v / (1 - beta2**step)
+        _subtract_(weight, block, lr * m_hat / (v_hat.sqrt() + eps))
 
 
 def _check(weight: Tensor, rows: Tensor, grad: Tensor, impl: Impl) -> None:
@@ -78,8 +83,16 @@ def _check(weight: Tensor, rows: Tensor, grad: Tensor, impl: Impl) -> None:
     torch_only(impl, "a row update")
 
 
+def _blocks(rows: Tensor, grad: Tensor, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
+    """Rows and their gradients as `dtype`; on a CPU in blocks whose temporaries stay in the cache."""
+    size = max(1, _BLOCK_NUMEL // grad.shape[1]) if grad.device.type == "cpu" else max(1, len(rows))
+    for block, g in zip(rows.split(size), grad.split(size), strict=True):
+        yield block, g.to(dtype)
+
+
 def _subtract_(weight: Tensor, rows: Tensor, change: Tensor) -> None:
-    weight[rows] = (weight[rows].to(change.dtype) - change).to(weight.dtype)
+    left = weight.index_select(0, rows).to(change.dtype) - change
+    weight.index_copy_(0, rows, left.to(weight.dtype))
 
 
 def _sum_of_rows(x: Tensor) -> Tensor:

@@ -34,9 +34,11 @@ def segment_sum(values: Tensor, offsets: Tensor, *, index: Tensor | None = None,
 def reference(values: Tensor, offsets: Tensor, index: Tensor | None = None) -> Tensor:
     """The definition, level by level; segments that are down to one value leave. Gradients are autograd's."""
     lengths, starts = offsets.diff(), offsets[:-1]
+    if len(lengths) and bool((lengths == 1).all()):  # ids that occur once: nothing to add
+        return _rows(values, index, starts).to(values.dtype)
     out = torch.zeros(len(lengths), values.shape[1], dtype=accumulator(values.dtype), device=values.device)
     single = (lengths == 1).nonzero().squeeze(1)
-    out = out.index_copy(0, single, _rows(values, index, starts[single]))
+    out.index_copy_(0, single, _rows(values, index, starts[single]))
 
     segments = (lengths > 1).nonzero().squeeze(1)  # those still open
     lengths = lengths[segments]
@@ -46,12 +48,12 @@ def reference(values: Tensor, offsets: Tensor, index: Tensor | None = None) -> T
         half = (lengths + 1) // 2
         left = 2 * _ranges(torch.zeros_like(half), half)  # place of each pair's left one in its segment
         first = _starts(lengths).repeat_interleave(half) + left
-        paired = left + 1 < lengths.repeat_interleave(half)
-        sums = level[first]
-        sums[paired] = sums[paired] + level[first[paired] + 1]
+        paired = (left + 1 < lengths.repeat_interleave(half)).nonzero().squeeze(1)
+        sums = level.index_select(0, first)
+        sums.index_add_(0, paired, level.index_select(0, first[paired] + 1))
 
         done = half == 1
-        out = out.index_copy(0, segments[done], sums[_starts(half)[done]])
+        out.index_copy_(0, segments[done], sums[_starts(half)[done]])
         level = sums[~done.repeat_interleave(half)]
         segments, lengths = segments[~done], half[~done]
     return out.to(values.dtype)
@@ -59,7 +61,7 @@ def reference(values: Tensor, offsets: Tensor, index: Tensor | None = None) -> T
 
 def _rows(values: Tensor, index: Tensor | None, places: Tensor) -> Tensor:
     rows = places if index is None else index[places]
-    return values[rows].to(accumulator(values.dtype))
+    return values.index_select(0, rows).to(accumulator(values.dtype))
 
 
 def _starts(lengths: Tensor) -> Tensor:
