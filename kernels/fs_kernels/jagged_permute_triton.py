@@ -1,64 +1,84 @@
-"""`jagged_permute` in Triton: each row is copied by a few programs, block after block.
+"""`jagged_permute` and `keyed_transpose` in Triton: a plan of where the rows go, then one copy.
 
-Legend: N' output values, M output rows, W words a value (a word is the widest integer that divides a value's bytes).
+Legend: M output rows.
 """
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from fs_kernels.jagged_permute import source_places
+from fs_kernels._copy_triton import copy_rows, narrowest_word, value_bytes
 
-BLOCK = 1024
-# Enough programs to fill a GPU where rows are few and long; more than that only adds launches that find nothing to do.
-PROGRAMS = 1 << 14
-_WORDS = (torch.int64, torch.int32, torch.int16, torch.int8)
+_BLOCK = 1024
+_ONE_PROGRAM = 16 * _BLOCK  # up to here one program adds up all lengths, which saves a launch
 
 
-@triton.jit
-def _forward_kernel(values, offsets, index, out_offsets, out, W, num_parts, BLOCK: tl.constexpr):
-    row = tl.program_id(0)
-    part = tl.program_id(1)
-    start = tl.load(out_offsets + row) * W  # int64: places can pass 2**31
-    num_words = tl.load(out_offsets + row + 1) * W - start
-    source = tl.load(offsets + tl.load(index + row)) * W
-    for first in range(part * BLOCK, num_words, num_parts * BLOCK):
-        word = first + tl.arange(0, BLOCK)  # (BLOCK,)
-        mask = word < num_words
-        tl.store(out + start + word, tl.load(values + source + word, mask), mask)
+@triton.jit(do_not_specialize=["address", "M", "num_outer"])
+def _plan_kernel(
+    address, offsets, index, ends, starts, M, num_outer, SCALE,
+    TRANSPOSE: tl.constexpr, ADD_UP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Each row's address, and in `ends[m + 1]` its length, or with ADD_UP the sum of its length and those before."""
+    if ADD_UP:
+        begin = tl.full((), 0, tl.int32)
+        stop = begin + M
+    else:
+        begin = tl.program_id(0) * BLOCK
+        stop = begin + 1
+    total = tl.full((), 0, tl.int64)
+    for first in range(begin, stop, BLOCK):
+        m = first + tl.arange(0, BLOCK)  # (BLOCK,)
+        live = m < M
+        if TRANSPOSE:
+            row = (m % num_outer) * (M // num_outer) + m // num_outer
+        else:
+            row = tl.load(index + m, live, other=0)
+        start = tl.load(offsets + row, live, other=0)
+        length = tl.load(offsets + row + 1, live, other=0) - start
+        tl.store(starts + m, address + start * SCALE, live)
+        if ADD_UP:
+            tl.store(ends + 1 + m, total + tl.cumsum(length, 0), live)
+            total += tl.sum(length, 0)
+        else:
+            tl.store(ends + 1 + m, length, live)
+    if tl.program_id(0) == 0:
+        tl.store(ends, tl.full((), 0, tl.int64))
 
 
-class _JaggedPermute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, values: Tensor, offsets: Tensor, index: Tensor, out_offsets: Tensor, out_size: int) -> Tensor:
-        ctx.save_for_backward(offsets, index, out_offsets)
-        ctx.shape = values.shape
-        out = values.new_empty(out_size, *values.shape[1:])
-        if not out.numel():
-            return out
-        words = _as_words(values)
-        parts = max(1, min(PROGRAMS // len(index), 64))
-        _forward_kernel[(len(index), parts)](
-            words, offsets, index, out_offsets, _as_words(out), words.numel() // len(values), parts, BLOCK=BLOCK
-        )
-        return out
+def _plan(
+    values: Tensor, offsets: Tensor, index: Tensor | None, num_outer: int, num_rows: int
+) -> tuple[Tensor, Tensor]:
+    """`(M + 1,)` offsets of the output, and `(M,)` the address from which each row comes.
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad: Tensor):
-        offsets, index, out_offsets = ctx.saved_tensors
-        source = source_places(offsets, index, out_offsets, len(grad))
-        return grad.new_zeros(ctx.shape).index_add(0, source, grad), None, None, None, None
+    Row m is row `index[m]`, or where `index` is None, that of the transpose of a grid of `num_outer` lines.
+    """
+    ends, starts = offsets.new_empty(num_rows + 1), offsets.new_empty(num_rows)
+    add_up = num_rows <= _ONE_PROGRAM
+    _plan_kernel[(1 if add_up else triton.cdiv(num_rows, _BLOCK),)](
+        values.data_ptr(), offsets, index, ends, starts, num_rows, num_outer, value_bytes(values),
+        TRANSPOSE=index is None, ADD_UP=add_up, BLOCK=_BLOCK,
+    )  # fmt: skip
+    if not add_up:
+        torch.cumsum(ends, 0, out=ends)
+    return ends, starts
 
 
-def jagged_permute_triton(values: Tensor, offsets: Tensor, index: Tensor, out_offsets: Tensor, out_size: int) -> Tensor:
-    return _JaggedPermute.apply(values.contiguous(), offsets, index, out_offsets, out_size)
+def _gather(values: Tensor, ends: Tensor, starts: Tensor, out_size: int) -> Tensor:
+    out = values.new_empty(out_size, *values.shape[1:])
+    copy_rows(out, ends, starts, None, scale=value_bytes(values), narrowest=narrowest_word(values, out), pack=True)
+    return out
 
 
-def _as_words(x: Tensor) -> Tensor:
-    """The same bytes as integers, as wide as a value's size allows: only bits are moved."""
-    num_bytes = x.element_size() * x[0].numel()
-    word = next(w for w in _WORDS if num_bytes % w.itemsize == 0 and x.data_ptr() % w.itemsize == 0)
-    return x.flatten().view(torch.int8).view(word)
+def jagged_permute_triton(
+    values: Tensor, offsets: Tensor, index: Tensor, out_size: int | None
+) -> tuple[Tensor, Tensor]:
+    values = values.contiguous()
+    ends, starts = _plan(values, offsets, index, 1, len(index))
+    return _gather(values, ends, starts, int(ends[-1]) if out_size is None else out_size), ends
+
+
+def keyed_transpose_triton(values: Tensor, offsets: Tensor, num_outer: int) -> tuple[Tensor, Tensor]:
+    values = values.contiguous()
+    ends, starts = _plan(values, offsets, None, num_outer, len(offsets) - 1)
+    return _gather(values, ends, starts, len(values)), ends

@@ -1,0 +1,122 @@
+"""Rows in another order, by the reference and by the kernel, compiled where there is a GPU, else interpreted."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fs_kernels as k
+from tests.fs_kernels.jagged import (
+    DEVICE,
+    ON_GPU,
+    dtypes,
+    index_dtypes,
+    inner_shapes,
+    lengths,
+    offsets_of,
+    random_values,
+    rows_of,
+)
+
+pytest.importorskip("triton", reason="needs triton: pip install 'freescale[triton]'")
+pytestmark = ON_GPU
+
+impls = pytest.mark.parametrize("impl", ["triton", "reference"])
+
+
+@impls
+@given(lengths, inner_shapes, dtypes, index_dtypes, st.booleans(), st.data())
+@settings(max_examples=80)
+def test_permuting_rows_is_permuting_lists(
+    impl: k.Impl, lengths: list[int], inner: tuple[int, ...], dtype: torch.dtype, index_dtype: torch.dtype,
+    knows_size: bool, data: st.DataObject,
+) -> None:  # fmt: skip
+    offsets, values = offsets_of(lengths), random_values(sum(lengths), inner, dtype)
+    index = data.draw(st.lists(st.integers(0, len(lengths) - 1), max_size=6))
+    out_size = sum(lengths[i] for i in index) if knows_size else None
+    rows = rows_of(values, offsets)
+    expected = torch.cat([values[:0], *(rows[i] for i in index)])
+    out, out_offsets = k.jagged_permute(
+        values, offsets, torch.tensor(index, dtype=index_dtype, device=DEVICE), out_size=out_size, impl=impl
+    )
+    assert torch.equal(out, expected)
+    assert torch.equal(out_offsets, offsets_of([lengths[i] for i in index]))
+
+
+@impls
+@given(st.integers(1, 4), st.integers(0, 4), inner_shapes, dtypes, st.data())
+@settings(max_examples=80)
+def test_transposing_swaps_keys_and_samples_and_is_its_own_inverse(
+    impl: k.Impl, num_keys: int, num_samples: int, inner: tuple[int, ...], dtype: torch.dtype, data: st.DataObject
+) -> None:
+    num_rows = num_keys * num_samples
+    drawn = data.draw(st.lists(st.sampled_from([0, 1, 5, 16, 700]), min_size=num_rows, max_size=num_rows))
+    offsets, values = offsets_of(drawn), random_values(sum(drawn), inner, dtype)
+    rows = rows_of(values, offsets)
+    expected = [rows[key * num_samples + b] for b in range(num_samples) for key in range(num_keys)]
+    out, out_offsets = k.keyed_transpose(values, offsets, num_keys, impl=impl)
+    assert torch.equal(out, torch.cat([values[:0], *expected]))
+    assert torch.equal(out_offsets, offsets_of([len(row) for row in expected]))
+    back, back_offsets = k.keyed_transpose(out, out_offsets, max(num_samples, 1), impl=impl)
+    assert torch.equal(back, values)
+    assert torch.equal(back_offsets, offsets)
+
+
+@impls
+def test_gradients_of_repeated_rows_add_up(impl: k.Impl) -> None:
+    offsets, index = offsets_of([2, 3, 1]), torch.tensor([1, 0, 1], device=DEVICE)
+    values = torch.randn(6, 3, device=DEVICE, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda v: k.jagged_permute(v, offsets, index, impl=impl)[0], (values,))
+    out, _ = k.jagged_permute(values, offsets, index, impl=impl)
+    (grad,) = torch.autograd.grad(out.sum(), values)
+    assert grad[:, 0].tolist() == [1, 1, 2, 2, 2, 0]
+
+
+@impls
+def test_the_gradient_of_a_transpose_is_transposed_back(impl: k.Impl) -> None:
+    offsets = offsets_of([2, 0, 3, 1, 1, 0])
+    values = torch.randn(7, 2, device=DEVICE, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda v: k.keyed_transpose(v, offsets, 2, impl=impl)[0], (values,))
+
+
+@pytest.mark.parametrize("num_rows", [16 * 1024, 16 * 1024 + 1, 40_000])
+def test_many_rows_take_the_other_plan_to_the_same_place(num_rows: int) -> None:
+    drawn = torch.randint(0, 3, (num_rows,))
+    offsets = offsets_of(drawn.tolist())
+    values = torch.arange(int(drawn.sum()), device=DEVICE)
+    index = torch.randperm(num_rows, device=DEVICE)
+    found = k.jagged_permute(values, offsets, index, impl="triton")
+    torch.testing.assert_close(found, k.jagged_permute(values, offsets, index, impl="reference"), rtol=0, atol=0)
+
+
+def test_tiles_whose_rows_were_found_beforehand_hold_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fs_kernels import _copy_triton
+
+    offsets = offsets_of([3000, 0, 0, 1, 9000, 5, 5, 0, 4000])
+    values, index = torch.arange(16011, device=DEVICE), torch.tensor([8, 1, 4, 3, 0, 6, 2, 5, 7], device=DEVICE)
+    expected = k.jagged_permute(values, offsets, index, impl="reference")
+    for threshold in (1, 1 << 30):
+        monkeypatch.setattr(_copy_triton, "_TILES_SEARCHED_BEFORE", threshold)
+        found = k.jagged_permute(values, offsets, index, impl="triton")
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_strided_values_are_taken_as_they_look() -> None:
+    values = torch.arange(24, device=DEVICE).view(12, 2)[:, 1]
+    out, _ = k.jagged_permute(values, offsets_of([5, 7]), torch.tensor([1, 0], device=DEVICE), impl="triton")
+    assert out.tolist() == values[5:].tolist() + values[:5].tolist()
+
+
+def test_wrong_arguments_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    values, offsets, index = torch.zeros(3), torch.tensor([0, 3]), torch.tensor([0])
+    with pytest.raises(ValueError, match="offsets must be"):
+        k.jagged_permute(values, offsets.float(), index)
+    with pytest.raises(ValueError, match="index must be"):
+        k.jagged_permute(values, offsets, index.float())
+    with pytest.raises(ValueError, match="divide the 1 rows, got 2"):
+        k.keyed_transpose(values, offsets, 2)
+    with pytest.raises(ValueError, match="impl must be one of"):
+        k.jagged_permute(values, offsets, index, impl="cuda")  # pyright: ignore[reportArgumentType]
+    monkeypatch.setattr("fs_kernels._dispatch.INTERPRET", False)
+    with pytest.raises(ValueError, match="impl='triton' needs CUDA"):
+        k.jagged_permute(values, offsets, index, impl="triton")
