@@ -21,6 +21,7 @@ Legend: U distinct ids of this rank, Q requests that reach it as an owner, D fea
 import queue
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -126,7 +127,7 @@ class PrioritizedEngine:
         part.requests.put(None)
         optimizer = self.store.optimizer_now()  # as it is now: a scheduler may change it before defer reads it
         updated = self.worker.submit(lambda: self._update(part, gradients, optimizer, divide_by), "an update")
-        self._last = self.worker.submit(lambda: self._defer(part, updated, optimizer), "the deferred updates")
+        self._last = self.worker.submit(lambda: self._defer(part, updated), "the deferred updates")
         self.worker.submit(self._prime_coming, "the rows of the next batch")  # flush does not wait for this one
 
     def evaluate(self, keys: Keys) -> Tensor:
@@ -225,43 +226,24 @@ class PrioritizedEngine:
 
     def _update(
         self, part: PrioritizedPart, gradients: Gradients | None, optimizer: RowOptimizer, divide_by: float
-    ) -> "_Deferred | None":
+    ) -> "_Backward | None":
+        """The rows that the next step waits for come first; what is left to defer is returned."""
         self._is_open = False
         kinds = self._peers.agree("update", kind_of(gradients))
-        deferred: _Deferred | None = None
+        backward: _Backward | None = None
         if NOT_FINITE in kinds:
             self.num_skipped += 1
         elif part.missed or any(kind not in (NO_GRADIENTS, AS_ANNOUNCED) for kind in kinds):
             if any(kinds):
                 self._training.push(gradients, optimizer, divide_by)
         elif any(kinds):
-            deferred = self._update_colliding(part, gradients, kinds, optimizer, divide_by)
-        after = part.after
-        if after is not None:
-            self._send_colliding_rows(after)
+            backward = _Backward(gradients, kinds, self.store.next_step(), optimizer, divide_by)
+            slots, grads = self._push(part, backward, part.into_after, part.asked_into_after, "colliding gradients")
+            self.store.update_(slots, grads, backward.number, optimizer)
+        if part.after is not None:
+            self._send_colliding_rows(part.after)
         part.after = None
-        return deferred
-
-    def _update_colliding(
-        self,
-        part: PrioritizedPart,
-        gradients: Gradients | None,
-        kinds: Sequence[int],
-        optimizer: RowOptimizer,
-        divide_by: float,
-    ) -> "_Deferred":
-        route, store = part.route, self.store
-        assert route is not None
-        if gradients is None:
-            sums = store.weight.new_zeros(len(route.owner), store.dim)
-        else:
-            sums = route.sum_grads(gradients.values) / divide_by
-        asked, sent = part.asked_into_after, part.into_after
-        received = route.to_owners(self._peers, sums[sent], of=asked, sent=sent, phase="colliding gradients")
-        slots, received = _from_ranks_with_gradients(route, asked, received, kinds)
-        number = store.next_step()
-        store.update_(slots, received, number, optimizer)
-        return _Deferred(sums, kinds, number)
+        return backward
 
     def _send_colliding_rows(self, after: PrioritizedPart) -> None:
         later, shared, wanted = after.route, after.asked_from_before, after.from_before
@@ -272,17 +254,32 @@ class PrioritizedEngine:
         after.colliding_rows = later.to_askers(self._peers, rows, of=shared, wanted=wanted, phase="colliding rows")
         after.ready.set(self.worker.stream)
 
-    def _defer(self, part: PrioritizedPart, updated: "Job[_Deferred | None]", optimizer: RowOptimizer) -> None:
-        deferred = updated.result(0.0)
-        if deferred is not None:
-            route = part.route
-            assert route is not None
-            asked, sent = ~part.asked_into_after, ~part.into_after
-            sums = deferred.sums[sent]
-            received = route.to_owners(self._peers, sums, of=asked, sent=sent, phase="exclusive gradients")
-            slots, received = _from_ranks_with_gradients(route, asked, received, deferred.kinds)
-            self._apply_deferred(slots, received, deferred.number, optimizer)
+    def _defer(self, part: PrioritizedPart, updated: "Job[_Backward | None]") -> None:
+        backward = updated.result(0.0)
+        if backward is not None:
+            sent, asked = ~part.into_after, ~part.asked_into_after
+            slots, grads = self._push(part, backward, sent, asked, "exclusive gradients")
+            self._apply_deferred(slots, grads, backward.number, backward.optimizer)
         part.route = None
+
+    def _push(
+        self, part: PrioritizedPart, backward: "_Backward", sent: Tensor, asked: Tensor, phase: str
+    ) -> tuple[Tensor, Tensor]:
+        """Gradients of the rows `sent` `(U,)` to their owners: slots and gradients of the requests `asked` `(Q,)`."""
+        route = part.route
+        assert route is not None
+        if backward.gradients is None:
+            sums = self.store.weight.new_zeros(int(sent.sum()), self.store.dim)
+        else:
+            sums = route.sum_grads(backward.gradients.values, of=sent) / backward.divide_by
+        received = route.to_owners(self._peers, sums, of=asked, sent=sent, phase=phase)
+        slots = route.slots[asked]
+        if NO_GRADIENTS not in backward.kinds:
+            return slots, received
+        # A rank without a backward sent zeros, which count as absent.
+        came = torch.tensor([kind != NO_GRADIENTS for kind in backward.kinds], device=slots.device)
+        came = came[route.asker[asked]]
+        return slots[came], received[came]
 
     def _apply_deferred(self, slots: Tensor, grads: Tensor, number: int, optimizer: RowOptimizer) -> None:
         self.store.update_(slots, grads, number, optimizer)
@@ -292,19 +289,13 @@ class PrioritizedEngine:
             self._prime(self._coming)
 
 
-class _Deferred:
-    """What update leaves for defer."""
+@dataclass(frozen=True, slots=True)
+class _Backward:
+    """One step's gradients, and how they are applied."""
 
-    def __init__(self, sums: Tensor, kinds: Sequence[int], number: int) -> None:
-        self.sums, self.kinds, self.number = sums, kinds, number
-
-
-def _from_ranks_with_gradients(
-    route: Route, asked: Tensor, received: Tensor, kinds: Sequence[int]
-) -> tuple[Tensor, Tensor]:
-    """Slots and gradients of `asked` `(Q,)`; a rank without a backward sent zeros, which count as absent."""
-    slots = route.slots[asked]
-    if NO_GRADIENTS not in kinds:
-        return slots, received
-    came = torch.tensor([kind != NO_GRADIENTS for kind in kinds], device=slots.device)[route.asker[asked]]
-    return slots[came], received[came]
+    gradients: Gradients | None
+    kinds: Sequence[int]
+    """What each rank brought."""
+    number: int
+    optimizer: RowOptimizer
+    divide_by: float

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import fs_kernels
@@ -54,9 +55,13 @@ class Route:
     asker: Tensor
     """`(Q,)`, non-decreasing: the rank that asks for each."""
 
-    def sum_grads(self, grads: Tensor) -> Tensor:
-        """`(U, D)`: the gradient of each distinct id, from those at each place `(n, D)`."""
-        return fs_kernels.segment_sum(grads, self.offsets, index=self.places)
+    def sum_grads(self, grads: Tensor, of: Tensor | None = None) -> Tensor:
+        """`(U, D)`: the gradient of each distinct id, from those at each place `(n, D)`; `of` `(U,)` bool picks ids."""
+        if of is None:
+            return fs_kernels.segment_sum(grads, self.offsets, index=self.places)
+        counts = self.offsets.diff()
+        offsets = F.pad(counts[of].cumsum(0), (1, 0))
+        return fs_kernels.segment_sum(grads, offsets, index=self.places[of.repeat_interleave(counts)])
 
     def to_askers(
         self, peers: Peers, rows: Tensor, of: Tensor | None = None, wanted: Tensor | None = None, *, phase: str
