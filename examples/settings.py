@@ -35,7 +35,7 @@ class Settings:
     lr: float = 1e-3
     """Of Adam, for the dense part."""
     embedding_optimizer: str = "rowwise_adagrad"
-    """`rowwise_adagrad`, or `sgd`: for the item table."""
+    """`rowwise_adagrad`, `sgd` or `adam`: for the item table."""
     embedding_lr: float = 0.05
     double: bool = False
     """Trains in float64."""
@@ -59,7 +59,7 @@ class Settings:
 _CHOICES = {
     "loader": ("balanced", "plain"),
     "embeddings": ("prioritized", "synchronous"),
-    "embedding_optimizer": ("rowwise_adagrad", "sgd"),
+    "embedding_optimizer": ("rowwise_adagrad", "sgd", "adam"),
 }
 # What may differ between ranks without harm.
 _OWN = ("report",)

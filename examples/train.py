@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,10 @@ from examples.model import ModelConfig, SequenceModel
 from examples.settings import Settings, check_same_settings, parse
 from examples.show import StepBar
 from fs_data import JaggedColumn
-from fs_embed import SGD, RowWiseAdagrad, TableOptimizers, prioritize, prioritized_modules
+from fs_embed import SGD, Adam, RowWiseAdagrad, TableOptimizers, prioritize, prioritized_modules
+
+BETA2 = 0.98  # of Adam, as SASRec has it
+ROW_OPTIMIZERS = {"rowwise_adagrad": RowWiseAdagrad, "sgd": SGD, "adam": partial(Adam, beta2=BETA2)}
 
 
 @dataclass(slots=True)
@@ -81,16 +85,15 @@ class Trainer:
             dropout=settings.dropout,
         )
         self.model = SequenceModel(config).to(device, torch.float64 if settings.double else None)
-        rows = {"rowwise_adagrad": RowWiseAdagrad, "sgd": SGD}[settings.embedding_optimizer]
         prioritize(
             self.model,
-            optimizer=rows(lr=settings.embedding_lr),
+            optimizer=ROW_OPTIMIZERS[settings.embedding_optimizer](lr=settings.embedding_lr),
             mode=settings.embeddings,
             tables=["item_emb"],
             timeout_s=settings.timeout_s,
         )
         self.ddp = DistributedDataParallel(self.model)
-        self.optimizer = torch.optim.Adam(self.ddp.parameters(), lr=settings.lr, betas=(0.9, 0.98))
+        self.optimizer = torch.optim.Adam(self.ddp.parameters(), lr=settings.lr, betas=(0.9, BETA2))
         torch.manual_seed(settings.seed * 1000 + self.rank)  # dropout differs by rank
         self.task = NextItemTask(settings.num_items, settings.seed)
         self.loader = make_loader(settings, self.task, self.model, device)
