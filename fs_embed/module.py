@@ -72,22 +72,27 @@ class PrioritizedModule(nn.Module):
             self.flush()
         return super().train(mode)
 
-    def optimizer_state(self) -> dict[str, Any]:
-        """`<table>.<name>` of each table, sharded as its weight, and the number of steps."""
-        self.flush()
-        state: dict[str, Any] = {}
-        for number, table in enumerate(self.tables.tables):
-            state |= {f"{table.name}.{name}": value for name, value in self.tables.state(number).items()}
-        state["num_steps"] = torch.tensor([store.num_steps for store in self.tables.stores])
-        return state
+    def optimizer_state(self) -> dict[str, dict[str, Tensor]]:
+        """For the key of each weight, `<table>.<name>` of its optimizer's state, sharded as the weight.
 
-    def load_optimizer_state(self, state: Mapping[str, Any]) -> None:
-        """Takes what `optimizer_state` gave, on any number of ranks."""
-        for number, table in enumerate(self.tables.tables):
-            names = self.tables.stores[self.tables.place[number][0]].state
-            self.tables.load(number, {name: state[f"{table.name}.{name}"] for name in names})
-        for store, steps in zip(self.tables.stores, state["num_steps"].tolist(), strict=True):
-            store.num_steps = int(steps)
+        TorchRec's layout; where steps are counted, with their number as `<table>.num_steps`.
+        """
+        self.flush()
+        return {key: self._state_of(number) for number, key in enumerate(self._state_keys)}
+
+    def load_optimizer_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Takes what `optimizer_state` gave, on any number of ranks; without a number of steps it stays as it is."""
+        for number, key in enumerate(self._state_keys):
+            table, store = self.tables.tables[number].name, self.tables.store_of(number)
+            self.tables.load(number, {name: state[key][f"{table}.{name}"] for name in store.state})
+            store.num_steps = int(state[key].get(f"{table}.num_steps", store.num_steps))
+
+    def _state_of(self, number: int) -> dict[str, Tensor]:
+        table, store = self.tables.tables[number].name, self.tables.store_of(number)
+        state = {f"{table}.{name}": value for name, value in self.tables.state(number).items()}
+        if store.optimizer.counts_steps:
+            state[f"{table}.num_steps"] = torch.tensor(store.num_steps)
+        return state
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         self.flush()

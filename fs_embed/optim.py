@@ -13,7 +13,7 @@ from torch import Tensor
 import fs_kernels
 
 State = dict[str, Tensor]
-"""By TorchRec's names, `momentum1` and `momentum2`: a row of each belongs to the same row of the weight."""
+"""By the names that TorchRec saves them under: a row of each belongs to the same row of the weight."""
 
 
 class RowOptimizer(Protocol):
@@ -21,6 +21,11 @@ class RowOptimizer(Protocol):
 
     @property
     def lr(self) -> float: ...
+
+    @property
+    def counts_steps(self) -> bool:
+        """Whether the number of steps so far changes an update, and so belongs to the state."""
+        ...
 
     def with_lr(self, lr: float) -> "RowOptimizer": ...
 
@@ -43,6 +48,10 @@ def _like(weight: Tensor) -> Tensor:
 class SGD:
     lr: float
 
+    @property
+    def counts_steps(self) -> bool:
+        return False
+
     def with_lr(self, lr: float) -> "SGD":
         return replace(self, lr=lr)
 
@@ -57,6 +66,10 @@ class SGD:
 class Adagrad:
     lr: float
     eps: float = 1e-8
+
+    @property
+    def counts_steps(self) -> bool:
+        return False
 
     def with_lr(self, lr: float) -> "Adagrad":
         return replace(self, lr=lr)
@@ -74,6 +87,10 @@ class RowWiseAdagrad:
 
     lr: float
     eps: float = 1e-8
+
+    @property
+    def counts_steps(self) -> bool:
+        return False
 
     def with_lr(self, lr: float) -> "RowWiseAdagrad":
         return replace(self, lr=lr)
@@ -94,17 +111,21 @@ class Adam:
     beta2: float = 0.999
     eps: float = 1e-8
 
+    @property
+    def counts_steps(self) -> bool:
+        return True
+
     def with_lr(self, lr: float) -> "Adam":
         return replace(self, lr=lr)
 
     def make_state(self, weight: Tensor) -> State:
-        return {"momentum1": _like(weight), "momentum2": _like(weight)}
+        return {"momentum1": _like(weight), "exp_avg_sq": _like(weight)}
 
     def update_(self, weight: Tensor, state: State, rows: Tensor, grad: Tensor, step: int) -> None:
         fs_kernels.adam_update_(
             weight,
             state["momentum1"],
-            state["momentum2"],
+            state["exp_avg_sq"],
             rows,
             grad,
             lr=self.lr,

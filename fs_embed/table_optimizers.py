@@ -31,7 +31,7 @@ class TableOptimizers(torch.optim.Optimizer):
         super().__init__(groups, {})
         for group, module in zip(self.param_groups, self.modules.values(), strict=True):
             for store in module.tables.stores:
-                store.lr = _reader_of(group)
+                store.lr = reader_of(group)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         return None if closure is None else closure()
@@ -40,19 +40,24 @@ class TableOptimizers(torch.optim.Optimizer):
         pass
 
     def state_dict(self) -> dict[str, Any]:
+        """`"state"` by weight as TorchRec's fused optimizers have it, and `"param_groups"` by module."""
         state: dict[str, Any] = {}
+        rates: dict[str, Any] = {}
         for group, (name, module) in zip(self.param_groups, self.modules.items(), strict=True):
             state |= {f"{name}.{key}": value for key, value in module.optimizer_state().items()}
-            state[f"{name}.lr"] = torch.tensor(float(group["lr"]), dtype=torch.float64)
-        return state
+            rates[name] = {"lr": torch.tensor(float(group["lr"]), dtype=torch.float64)}
+        return {"state": state, "param_groups": rates}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes what `state_dict` gave; without `"param_groups"`, as TorchRec saves, learning rates stay."""
+        rates = state_dict.get("param_groups", {})
         for group, (name, module) in zip(self.param_groups, self.modules.items(), strict=True):
             prefix = f"{name}."
-            mine = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
-            module.load_optimizer_state(mine)
-            group["lr"] = float(mine["lr"])
+            state = state_dict["state"].items()
+            module.load_optimizer_state({k.removeprefix(prefix): v for k, v in state if k.startswith(prefix)})
+            group["lr"] = float(rates[name]["lr"]) if name in rates else group["lr"]
 
 
-def _reader_of(group: dict[str, Any]) -> Callable[[], float]:
+def reader_of(group: dict[str, Any]) -> Callable[[], float]:
+    """Reads the learning rate of a parameter group at the moment of the call."""
     return lambda: float(cast("float", group["lr"]))

@@ -172,13 +172,16 @@ class ShardedTables:
             out[f"wait_s/{name}"] = sum(p.wait_s[phase] for p in peers)
         return out
 
+    def store_of(self, table: int) -> Store:
+        return self.stores[self.place[table][0]]
+
     def weight(self, table: int) -> Tensor:
         """`(rows, D)` as a `DTensor` sharded by rows; a plain tensor where there is one process. Flush first."""
-        return self._sharded(self.stores[self.place[table][0]].weight, table)
+        return self._sharded(self.store_of(table).weight, table)
 
     def state(self, table: int) -> dict[str, Tensor]:
         """The optimizer's state of a table, by TorchRec's names, sharded as the weight."""
-        return {n: self._sharded(whole, table) for n, whole in self.stores[self.place[table][0]].state.items()}
+        return {n: self._sharded(whole, table) for n, whole in self.store_of(table).state.items()}
 
     def load(self, table: int, values: Mapping[str, Tensor]) -> None:
         """Overwrites `"weight"` and optimizer state by tensors, whole or sharded; all ranks must load.
@@ -187,7 +190,7 @@ class ShardedTables:
         """
         self.schedule.forget()
         self.flush()
-        store = self.stores[self.place[table][0]]
+        store = self.store_of(table)
         slots = store.shards.local_slots(self.place[table][1], self.rank)
         rows = self.tables[table].num_embeddings
         for name, value in values.items():

@@ -20,7 +20,14 @@ STEPS, SAVE_AFTER = 12, 5
 
 
 def _whole(state: dict[str, Any]) -> dict[str, Tensor]:
-    return {k: v.full_tensor() if hasattr(v, "full_tensor") else v.clone() for k, v in state.items()}
+    """Every tensor of a nested state, by path, of all ranks."""
+    out: dict[str, Tensor] = {}
+    for key, value in state.items():
+        if isinstance(value, dict):
+            out |= {f"{key}/{name}": v for name, v in _whole(value).items()}
+        else:
+            out[key] = value.full_tensor() if hasattr(value, "full_tensor") else value.clone()
+    return out
 
 
 def _run(first: int, folder: str | None, *, save: str | None = None) -> tuple[list[float], dict[str, Tensor]]:

@@ -1,5 +1,6 @@
 """No sequence of legal calls gives other losses or another table than synchronous training does."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -100,8 +101,7 @@ class Rank:
         if what == "flush" or (what == "flush on rank 0" and self.rank == 0):
             table.flush()
         if what == "save":
-            copy = {k: v.clone() for k, v in self.model.state_dict().items()}
-            self.saved = copy, {k: v.clone() for k, v in self.faces.state_dict().items()}
+            self.saved = copy.deepcopy((dict(self.model.state_dict()), self.faces.state_dict()))
         if what == "load" and self.saved is not None:
             self.model.load_state_dict(self.saved[0])
             self.faces.load_state_dict(self.saved[1])
