@@ -6,8 +6,8 @@ on the lengths. Which row a word belongs to is found by search among the rows of
 widest words that its rows allow.
 
 Legend: M rows; `packed` is the packed array's address. Row m is packed from byte `ends[m] * SCALE` on, up to where the
-next one is, and lies at the address `starts[m]`. With `sizes`, only so many bytes of it exist: what is packed behind
-them is a gap, and filled with zeros.
+next one is, and lies at the address `starts[m]`. With `sizes`, only so many bytes of it exist: what else is packed
+is a gap, and filled with zeros.
 """
 
 import triton
@@ -22,13 +22,13 @@ _TILES_SEARCHED_BEFORE = 2048  # from here on a launch that finds each tile's ro
 
 @triton.jit
 def last_at_or_before(ends, first, stop, x):
-    """The last m from `first` to `stop - 1` with `ends[m] <= x`, where `ends[first] <= x`."""
+    """The last m from `first` to `stop - 1` with `ends[m] <= x`; `first` where there is none."""
     PROBES: tl.constexpr = 128  # looked at in one step
     while stop - first > 1:
         step = (stop - first + PROBES - 1) // PROBES
         probe = first + tl.arange(0, PROBES) * step
         found = (probe < stop) & (tl.load(ends + probe, probe < stop, other=0) <= x)
-        first += (tl.sum(found.to(tl.int32)) - 1) * step
+        first += tl.maximum(tl.sum(found.to(tl.int32)) - 1, 0) * step
         stop = tl.minimum(stop, first + step)
     return first
 
@@ -84,7 +84,7 @@ def _copy_words(
         place = tl.load(starts + m, live, other=0) + within
         real = live
         if sizes is not None:
-            real = live & (within < tl.load(sizes + row + m, live, other=0))
+            real = live & (within >= 0) & (within < tl.load(sizes + row + m, live, other=0))
         here = at // WORD * two
         there = place // WORD * two
         if two == 2:
@@ -165,18 +165,3 @@ def copy_rows(
         packed.data_ptr(), ends, starts, sizes, tile_rows, len(starts), num_bytes, scale,
         WORDS=words, TILE=_TILE, LANES=_LANES, PACK=pack, num_warps=_WARPS,
     )  # fmt: skip
-
-
-def narrowest_word(*tensors: Tensor) -> int:
-    """The widest of 16, 8, 4, 2 and 1 bytes that all values, and the places where they lie, are multiples of."""
-    bits = 16
-    for x in tensors:
-        bits |= x.data_ptr() | value_bytes(x)
-    return bits & -bits
-
-
-def value_bytes(x: Tensor) -> int:
-    size = x.element_size()
-    for n in x.shape[1:]:
-        size *= n
-    return size

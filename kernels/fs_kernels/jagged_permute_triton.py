@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fs_kernels._copy_triton import copy_rows, narrowest_word, value_bytes
+from fs_kernels._copy_triton import copy_rows
+from fs_kernels._words import narrowest_word, value_bytes
 
 _BLOCK = 1024
 _ONE_PROGRAM = 16 * _BLOCK  # up to here one program adds up all lengths, which saves a launch
