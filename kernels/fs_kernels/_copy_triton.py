@@ -102,7 +102,7 @@ def _copy_words(
 
 
 # A single row, known when compiling, would fold the search away, and crash Triton 3.6.
-@triton.jit(do_not_specialize=["packed", "num_rows", "num_bytes"])
+@triton.jit(do_not_specialize=["packed", "num_rows", "num_bytes"], do_not_specialize_on_alignment=["SCALE"])
 def _copy_kernel(
     packed, ends, starts, sizes, tile_rows, num_rows, num_bytes, SCALE,
     WORDS: tl.constexpr, TILE: tl.constexpr, LANES: tl.constexpr, PACK: tl.constexpr,

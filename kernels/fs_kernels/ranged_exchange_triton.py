@@ -21,8 +21,29 @@ _BLOCK = 256
 _COLUMNS = 32  # taken by one launch: every one is an argument, and code of its own
 
 
+# Triton compiles anew for each pattern of what in a tuple is 1 or divisible by 16, so everything in `columns` is made
+# divisible: addresses are rounded down, and the rest of them travels in `forms`.
+def _form(values: Tensor, num_keys: int) -> int:
+    return num_keys << 36 | value_bytes(values) << 8 | (values.data_ptr() & 15) << 4
+
+
+@triton.jit
+def _num_keys(form):
+    return form >> 36
+
+
+@triton.jit
+def _width(form):
+    return (form >> 8) & 0xFFFFFFF
+
+
+@triton.jit
+def _remainder(form):
+    return (form >> 4) & 15
+
+
 @triton.jit(do_not_specialize=["n", "B", "first_key"])
-def _lengths_kernel(offsets, num_keys, index, ends, n, B, first_key, C: tl.constexpr, BLOCK: tl.constexpr):
+def _lengths_kernel(offsets, forms, index, ends, n, B, first_key, C: tl.constexpr, BLOCK: tl.constexpr):
     """`ends[f, j + 1]` becomes the number of values of key f of sample `index[j]`."""
     j = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = j < n
@@ -30,7 +51,7 @@ def _lengths_kernel(offsets, num_keys, index, ends, n, B, first_key, C: tl.const
     line = ends + (tl.full((), 1, tl.int64) + n) * first_key
     for c in tl.static_range(C):
         row = offsets[c] + sample
-        for _ in range(num_keys[c]):
+        for _ in range(_num_keys(forms[c])):
             length = tl.load(row + 1, live, other=0) - tl.load(row, live, other=0)
             tl.store(line + 1 + j, length, live)
             tl.store(line + j, length * 0, j == 0)
@@ -40,7 +61,7 @@ def _lengths_kernel(offsets, num_keys, index, ends, n, B, first_key, C: tl.const
 
 @triton.jit(do_not_specialize=["n", "B", "R", "F", "first_key"])
 def _sections_kernel(
-    offsets, addresses, widths, num_keys, ends, bounds, cuts, starts, sizes, n, B, R, F, first_key,
+    offsets, addresses, forms, ends, bounds, cuts, starts, sizes, n, B, R, F, first_key,
     C: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """`cuts[r * F + f + 1]` becomes the section's bytes with its gap; without `ends` sections are the rows to copy."""
@@ -50,28 +71,29 @@ def _sections_kernel(
     b = tl.load(bounds + r + 1, live, other=0)
     section = r * F + first_key
     for c in tl.static_range(C):
+        width = _width(forms[c])
         if ends is None:
             row = offsets[c]
         else:
             row = ends + (tl.full((), 1, tl.int64) + n) * first_key
-        for _ in range(num_keys[c]):
+        for _ in range(_num_keys(forms[c])):
             first = tl.load(row + a, live, other=0)
-            size = (tl.load(row + b, live, other=0) - first) * widths[c]
+            size = (tl.load(row + b, live, other=0) - first) * width
             tl.store(cuts + 1 + section, (size + 15) // 16 * 16, live)
             if ends is None:
-                tl.store(starts + section, addresses[c] + first * widths[c], live)
+                tl.store(starts + section, addresses[c] + _remainder(forms[c]) + first * width, live)
                 tl.store(sizes + section, size, live)
                 row += B
             else:
                 row += n + 1
             section += 1
-        first_key += num_keys[c]
+        first_key += _num_keys(forms[c])
     tl.store(cuts + r, r * 0, r == 0)
 
 
 @triton.jit(do_not_specialize=["n", "B", "R", "F", "first_key"])
 def _rows_kernel(
-    offsets, addresses, widths, num_keys, ends, bounds, index, cuts, row_ends, starts, sizes, n, B, R, F, first_key,
+    offsets, addresses, forms, ends, bounds, index, cuts, row_ends, starts, sizes, n, B, R, F, first_key,
     C: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Where the values of every key of sample `index[j]` lie in the buffer and in their column, and their bytes."""
@@ -79,13 +101,13 @@ def _rows_kernel(
     live = j < n
     sample = tl.load(index + j, live, other=0)
     rank = tl.zeros((BLOCK,), tl.int64)
-    width = tl.full((), -1, tl.int64) + R
-    while width > 0:
-        half = (width + 1) // 2
+    span = tl.full((), -1, tl.int64) + R
+    while span > 0:
+        half = (span + 1) // 2
         later = live & (rank + half < R)
         later = later & (tl.load(bounds + rank + half, later, other=0) <= j)
         rank = tl.where(later, rank + half, rank)
-        width //= 2
+        span //= 2
     a = tl.load(bounds + rank, live, other=0)
     count = tl.load(bounds + rank + 1, live, other=0) - a
     row = a * F + count * first_key + j - a
@@ -93,12 +115,13 @@ def _rows_kernel(
     line = ends + (tl.full((), 1, tl.int64) + n) * first_key
     for c in tl.static_range(C):
         at = offsets[c] + sample
-        for _ in range(num_keys[c]):
+        width = _width(forms[c])
+        for _ in range(_num_keys(forms[c])):
             before = tl.load(line + j, live, other=0)
             packed = before - tl.load(line + a, live, other=0)
-            tl.store(row_ends + row, tl.load(cuts + section, live, other=0) + packed * widths[c], live)
-            tl.store(starts + row, addresses[c] + tl.load(at, live, other=0) * widths[c], live)
-            tl.store(sizes + row, (tl.load(line + j + 1, live, other=0) - before) * widths[c], live)
+            tl.store(row_ends + row, tl.load(cuts + section, live, other=0) + packed * width, live)
+            tl.store(starts + row, addresses[c] + _remainder(forms[c]) + tl.load(at, live, other=0) * width, live)
+            tl.store(sizes + row, (tl.load(line + j + 1, live, other=0) - before) * width, live)
             row += count
             section += 1
             line += n + 1
@@ -141,8 +164,8 @@ def _plan(
     n = len(index)
     by_sample = (triton.cdiv(max(n, 1), _BLOCK),)
     ends, row_ends, starts, sizes = new(F, n + 1), new(n * F), new(n * F), new(n * F)
-    for (offs, _, _, keys), (first, C) in chunks:
-        _lengths_kernel[by_sample](offs, keys, index, ends, n, B, first, C=C, BLOCK=_BLOCK)
+    for (offs, _, forms), (first, C) in chunks:
+        _lengths_kernel[by_sample](offs, forms, index, ends, n, B, first, C=C, BLOCK=_BLOCK)
     torch.cumsum(ends, 1, out=ends)
     for columns, (first, C) in chunks:
         _sections_kernel[by_rank](*columns, ends, bounds, cuts, None, None, n, B, R, F, first, C=C, BLOCK=_BLOCK)
@@ -155,18 +178,19 @@ def _plan(
     return _Rows(row_ends, starts, sizes, cuts, F)
 
 
-_Columns = tuple[tuple[Tensor, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+_Columns = tuple[tuple[Tensor, ...], tuple[int, ...], tuple[int, ...]]
 
 
 def _chunks(
     values: list[Tensor], offsets: list[Tensor], num_keys: list[int]
 ) -> Iterator[tuple[_Columns, tuple[int, int]]]:
-    """Offsets, addresses, bytes a value and keys of up to so many columns, their first key, and their number."""
+    """Offsets, addresses and forms of up to so many columns, their first key, and their number."""
     first_key = 0
     for i in range(0, len(values), _COLUMNS):
-        some, keys = values[i : i + _COLUMNS], tuple(num_keys[i : i + _COLUMNS])
-        addresses, widths = tuple(v.data_ptr() for v in some), tuple(value_bytes(v) for v in some)
-        yield (tuple(offsets[i : i + _COLUMNS]), addresses, widths, keys), (first_key, len(some))
+        some, keys = values[i : i + _COLUMNS], num_keys[i : i + _COLUMNS]
+        addresses = tuple(v.data_ptr() & ~15 for v in some)
+        forms = tuple(_form(v, k) for v, k in zip(some, keys, strict=True))
+        yield (tuple(offsets[i : i + _COLUMNS]), addresses, forms), (first_key, len(some))
         first_key += sum(keys)
 
 

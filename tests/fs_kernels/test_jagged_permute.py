@@ -120,3 +120,20 @@ def test_wrong_arguments_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fs_kernels._dispatch.INTERPRET", False)
     with pytest.raises(ValueError, match="impl='triton' needs CUDA"):
         k.jagged_permute(values, offsets, index, impl="triton")
+
+
+@pytest.mark.gpu
+def test_more_than_2_to_the_31_values_are_permuted_and_exchanged() -> None:
+    half = (1 << 30) + 7
+    values = torch.empty(2 * half, dtype=torch.int8, device=DEVICE).random_()
+    offsets, index = torch.tensor([0, half, 2 * half], device=DEVICE), torch.tensor([1, 0], device=DEVICE)
+    out, out_offsets = k.jagged_permute(values, offsets, index)
+    assert out_offsets.tolist() == [0, half, 2 * half]
+    assert torch.equal(out[:half], values[half:])
+    assert torch.equal(out[half:], values[:half])
+    bounds = torch.tensor([0, 1, 2], device=DEVICE)
+    blocks, block_offsets = k.ranged_dispatch([(values, offsets)], bounds, index=index)
+    start = int(block_offsets[1])
+    assert torch.equal(blocks[start : start + half], values[:half])
+    (back,) = k.ranged_combine(blocks, [(values[:0], offsets)], bounds, index=index)
+    assert torch.equal(back, values)
