@@ -35,3 +35,14 @@ __all__ = [
     "prioritized_modules",
     "unprioritize",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """TorchRec's sharders: what needs TorchRec is imported when it is asked for."""
+    if name in ("PrioritizedEmbeddingBagCollectionSharder", "PrioritizedEmbeddingCollectionSharder"):
+        try:
+            from fs_embed import torchrec
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(f"{name} needs torchrec, as `pip install freescale[torchrec]` has it") from error
+        return getattr(torchrec, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -4,27 +4,33 @@ Pooling happens where the samples are, on rows that came once for each distinct 
 samples, so this sends less than pooling at the owners would wherever ids repeat, and is exact for any weights.
 """
 
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
-from fs_embed.collection import FeatureModule
+from fs_embed.collection import FeatureModule, FeatureOptions
 from fs_embed.jagged_input import FeatureIds
 
 
 class PrioritizedEmbeddingBagCollection(FeatureModule):
     """As `PrioritizedEmbeddingCollection`, with `pooling` `"sum"` or `"mean"` of a table's `TableConfig`.
 
-    Weights of a weighted `KeyedJaggedTensor` multiply the rows, with sum pooling only; they get gradients.
+    With `is_weighted` the input's weights multiply the rows, with sum pooling only, and get gradients; else they are
+    left alone, as TorchRec does.
     """
 
     state_prefix = "embedding_bags"
 
+    def __init__(self, tables: Sequence[Any], *, is_weighted: bool = False, **options: Unpack[FeatureOptions]) -> None:
+        super().__init__(tables, **options)
+        self._is_weighted = is_weighted
+
     def forward(self, features: Any) -> Any:
         """`KeyedTensor` of `(B, ΣD)` for a `KeyedJaggedTensor`; for a mapping, feature to `(B, D)`."""
         pooled = {key: self._pool(table, ids, rows) for key, table, ids, rows in self._look_up(features)}
-        if isinstance(features, dict):
+        if isinstance(features, Mapping):
             return pooled
         from torchrec.sparse.jagged_tensor import KeyedTensor  # whoever has a KeyedJaggedTensor has it
 
@@ -32,7 +38,9 @@ class PrioritizedEmbeddingBagCollection(FeatureModule):
 
     def _pool(self, table: int, ids: FeatureIds, rows: Tensor) -> Tensor:
         config = self.tables.tables[table]
-        if ids.weights is not None:
+        if self._is_weighted:
+            if ids.weights is None:
+                raise ValueError("ids must come with weights, since the collection is_weighted; these have none")
             if config.pooling == "mean":
                 raise ValueError(
                     f"table {config.name!r} pools by mean, which takes no weights: use sum, or leave them out"
@@ -48,4 +56,4 @@ class PrioritizedEmbeddingBagCollection(FeatureModule):
         return self._configs
 
     def is_weighted(self) -> bool:
-        return False
+        return self._is_weighted

@@ -1,7 +1,7 @@
 """`PrioritizedEmbeddingCollection`: tables looked up by feature, one row for each id, as TorchRec's collection."""
 
-from collections.abc import Iterator, Sequence
-from typing import Any, Unpack
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Required, Unpack
 
 import torch
 from torch import Tensor
@@ -35,6 +35,14 @@ class JaggedRows:
     def to_dense(self) -> list[Tensor]:
         """One tensor for each sample."""
         return list(self._values.split(self._lengths.tolist()))
+
+
+class FeatureOptions(ShardingOptions, total=False):
+    """The keyword arguments of `FeatureModule`."""
+
+    optimizer: Required[RowOptimizer]
+    weights: Sequence[Tensor] | None
+    device: torch.device | None
 
 
 class FeatureModule(PrioritizedModule):
@@ -88,10 +96,15 @@ class PrioritizedEmbeddingCollection(FeatureModule):
         tables: `TableConfig` or TorchRec's `EmbeddingConfig`; widths and dtypes may differ.
         optimizer: For all tables; updates rows in the backward.
         weights: `(rows, D)` of each table, the same on every rank; filled by the tables' `init_fn` where None.
+        need_indices: Gives a `JaggedTensor` its ids as weights, as TorchRec does.
         sharding: Ranks, mode and more, see `Sharding`. Building the module is collective.
     """
 
     state_prefix = "embeddings"
+
+    def __init__(self, tables: Sequence[Any], *, need_indices: bool = False, **options: Unpack[FeatureOptions]) -> None:
+        super().__init__(tables, **options)
+        self._need_indices = need_indices
 
     def forward(self, features: Any) -> dict[str, Any]:
         """For each feature its rows `(N, D)` and lengths; collective, and every rank must run the backward too.
@@ -102,8 +115,15 @@ class PrioritizedEmbeddingCollection(FeatureModule):
         Returns:
             Feature (`feature@table` where several tables look it up) to `JaggedTensor`, or `JaggedRows` for a mapping.
         """
-        make = JaggedRows if isinstance(features, dict) else _torchrec_jagged_tensor()
-        return {key: make(rows, lengths=ids.lengths) for key, _, ids, rows in self._look_up(features)}
+        found = self._look_up(features)
+        if isinstance(features, Mapping):
+            return {key: JaggedRows(rows, ids.lengths) for key, _, ids, rows in found}
+        from torchrec.sparse.jagged_tensor import JaggedTensor  # whoever has a KeyedJaggedTensor has it
+
+        return {
+            key: JaggedTensor(rows, lengths=ids.lengths, weights=ids.values if self._need_indices else None)
+            for key, _, ids, rows in found
+        }
 
     def embedding_configs(self) -> list[Any]:
         return self._configs
@@ -112,10 +132,4 @@ class PrioritizedEmbeddingCollection(FeatureModule):
         return self.tables.tables[0].embedding_dim
 
     def need_indices(self) -> bool:
-        return False
-
-
-def _torchrec_jagged_tensor() -> Any:
-    from torchrec.sparse.jagged_tensor import JaggedTensor  # whoever has a KeyedJaggedTensor has it
-
-    return JaggedTensor
+        return self._need_indices

@@ -39,7 +39,8 @@ class PrioritizedModule(nn.Module):
     ) -> None:
         super().__init__()
         self.tables = ShardedTables(tables, weights, optimizer=optimizer, sharding=sharding, device=device)
-        self._state_keys = tuple(keys)
+        self.state_keys = tuple(keys)
+        """Of each table's weight in the module's state."""
 
     def sources(self, ids: Any) -> tuple[list[Tensor], list[Piece]]:
         """The tensors by which a lookup is known again, and what it looks up."""
@@ -78,11 +79,11 @@ class PrioritizedModule(nn.Module):
         TorchRec's layout; where steps are counted, with their number as `<table>.num_steps`.
         """
         self.flush()
-        return {key: self._state_of(number) for number, key in enumerate(self._state_keys)}
+        return {key: self._state_of(number) for number, key in enumerate(self.state_keys)}
 
     def load_optimizer_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Takes what `optimizer_state` gave, on any number of ranks; without a number of steps it stays as it is."""
-        for number, key in enumerate(self._state_keys):
+        for number, key in enumerate(self.state_keys):
             table, store = self.tables.tables[number].name, self.tables.store_of(number)
             self.tables.load(number, {name: state[key][f"{table}.{name}"] for name in store.state})
             store.num_steps = int(state[key].get(f"{table}.num_steps", store.num_steps))
@@ -96,7 +97,7 @@ class PrioritizedModule(nn.Module):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         self.flush()
-        for number, key in enumerate(self._state_keys):
+        for number, key in enumerate(self.state_keys):
             destination[prefix + key] = self.tables.weight(number)
 
     def _load_from_state_dict(  # pyright: ignore[reportIncompatibleMethodOverride]  torch declares these keyword only
@@ -109,7 +110,7 @@ class PrioritizedModule(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        for number, key in enumerate(self._state_keys):
+        for number, key in enumerate(self.state_keys):
             if prefix + key in state_dict:
                 try:
                     self.tables.load(number, {"weight": state_dict[prefix + key]})
@@ -118,7 +119,7 @@ class PrioritizedModule(nn.Module):
             elif strict:
                 missing_keys.append(prefix + key)
         if strict:
-            mine = {prefix + key for key in self._state_keys}
+            mine = {prefix + key for key in self.state_keys}
             unexpected_keys += [k for k in state_dict if k.startswith(prefix) and k not in mine]
 
     def __getattr__(self, name: str) -> Any:

@@ -115,10 +115,12 @@ def _from_collection(name: str, old: Any, optimizer: RowOptimizer, sharding: Sha
     if hasattr(old, "embedding_bag_configs"):
         weights = [old.embedding_bags[c.name].weight for c in old.embedding_bag_configs()]
         return PrioritizedEmbeddingBagCollection(
-            old.embedding_bag_configs(), optimizer=optimizer, weights=weights, **sharding
+            old.embedding_bag_configs(), is_weighted=old.is_weighted(), optimizer=optimizer, weights=weights, **sharding
         )
     weights = [old.embeddings[c.name].weight for c in old.embedding_configs()]
-    return PrioritizedEmbeddingCollection(old.embedding_configs(), optimizer=optimizer, weights=weights, **sharding)
+    return PrioritizedEmbeddingCollection(
+        old.embedding_configs(), need_indices=old.need_indices(), optimizer=optimizer, weights=weights, **sharding
+    )
 
 
 def _whole_tables(module: PrioritizedModule) -> list[Tensor]:
@@ -141,11 +143,15 @@ def _plain(module: PrioritizedModule, whole: list[Tensor]) -> nn.Module:
     from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
     if isinstance(module, PrioritizedEmbeddingBagCollection):
-        plain = EmbeddingBagCollection(module.embedding_bag_configs(), device=module.device)
+        plain = EmbeddingBagCollection(
+            module.embedding_bag_configs(), is_weighted=module.is_weighted(), device=module.device
+        )
         holders = cast("Any", plain.embedding_bags)
     else:
         assert isinstance(module, PrioritizedEmbeddingCollection)
-        plain = EmbeddingCollection(module.embedding_configs(), device=module.device)
+        plain = EmbeddingCollection(
+            module.embedding_configs(), need_indices=module.need_indices(), device=module.device
+        )
         holders = cast("Any", plain.embeddings)
     with torch.no_grad():
         for table, weight in zip(module.tables.tables, whole, strict=True):

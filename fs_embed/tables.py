@@ -243,7 +243,7 @@ class ShardedTables:
                 block = torch.empty(len(owned), table.embedding_dim, dtype=table.dtype, device=device)
                 self._fill(block, table)
             else:
-                block = weights[j].detach()[slice_of(owned)]
+                block = weights[j].detach()[slice_of(owned)].to(device=device, dtype=table.dtype)
             blocks.append(block)
         return Store(shards, [t.name for t in tables], torch.cat(blocks).clone(), optimizer)
 

@@ -65,7 +65,7 @@ def test_bags_pool_as_nn_embedding_bag_does() -> None:
 def test_keyed_jagged_tensors_with_weights_shared_tables_and_no_samples() -> None:
     torchrec = pytest.importorskip("torchrec")
     shared = [fs_embed.TableConfig("a", 5, 3, ("x",)), fs_embed.TableConfig("b", 5, 3, ("x", "y"))]
-    bags = fs_embed.PrioritizedEmbeddingBagCollection(shared, optimizer=fs_embed.SGD(lr=0.5)).eval()
+    bags = fs_embed.PrioritizedEmbeddingBagCollection(shared, is_weighted=True, optimizer=fs_embed.SGD(lr=0.5)).eval()
     kjt = torchrec.KeyedJaggedTensor(
         ["y", "unused", "x"],
         torch.tensor([1, 2, 9, 9, 3]),
