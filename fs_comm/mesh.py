@@ -123,7 +123,10 @@ class Mesh:
         return [by_fd[fd] for fd, _ in poll.poll(max(0.0, timeout_s) * 1000)]
 
     def lost(self) -> dict[int, str]:
-        """Peers whose process has ended without a goodbye, with the reason; takes nothing from the streams."""
+        """Peers whose process has ended without a goodbye, or is stopped on this host; with the reason.
+
+        Takes nothing from the streams.
+        """
         for peer, s in list(self.sockets.items()):
             if self._is_closed or peer in self.departed or peer in self._gone:
                 continue
@@ -135,7 +138,8 @@ class Mesh:
                 continue
             if peek == b"":
                 self._gone[peer] = "its process has ended"
-        return dict(self._gone)
+        stopped = {p for p in self.sockets if self.hosts[p] == self.host and _is_stopped(self.pids[p])}
+        return {p: "its process is stopped, by a signal or a debugger" for p in stopped} | self._gone
 
     def check(self) -> None:
         """Raises what the streams tell of peers that have gone or given up; takes nothing else from them."""
@@ -201,6 +205,14 @@ def _keep_alive(s: socket.socket) -> None:
             s.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), _KEEPALIVE_S)
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         s.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 4000 * _KEEPALIVE_S)
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as f:
+            return f.read().rpartition(")")[2].split()[0] in "Tt"
+    except OSError:
+        return False
 
 
 def _host() -> str:

@@ -147,6 +147,18 @@ def test_a_killed_rank_is_named_and_a_restart_goes_on_exactly(
     assert len(expected) == 60
 
 
+def test_a_stopped_rank_is_named(data: Path, tmp_path: Path, ended: list[subprocess.Popen[str]]) -> None:
+    ended += start(settings(data, tmp_path / "out", max_steps=2000, epochs=99, timeout_s=5.0))
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "out" / "losses.jsonl").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    os.kill(ended[1].pid, signal.SIGSTOP)
+    text, _ = ended[0].communicate(timeout=60)
+    assert ended[0].returncode == 1
+    assert "rank 0: lost rank 1 (its process is stopped, by a signal or a debugger); restart" in text, text
+
+
 def _errors(processes: list[subprocess.Popen[str]]) -> list[str]:
     texts = []
     for p in processes:

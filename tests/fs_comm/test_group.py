@@ -181,6 +181,23 @@ def test_a_rank_that_dies_is_known_without_an_operation(ranks: Ranks) -> None:
     assert first.value == {1: "its process has ended"}
 
 
+def _stopped_while_idle() -> dict[int, str]:
+    group = fs_comm.new_group(timeout_s=30.0)
+    pids = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
+    dist.all_gather(pids, torch.tensor([os.getpid()]), group=group)
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return fs_comm.lost_ranks()
+    try:
+        return fs_comm.lost_ranks(timeout_s=10.0)
+    finally:
+        os.kill(int(pids[1]), signal.SIGCONT)
+
+
+def test_a_stopped_rank_is_named_as_long_as_it_is_stopped(ranks: Ranks) -> None:
+    assert ranks(2).run(_stopped_while_idle) == [{1: "its process is stopped, by a signal or a debugger"}, {}]
+
+
 def _leaves_nothing() -> tuple[int, int]:
     def count() -> tuple[int, int]:
         gc.collect()
