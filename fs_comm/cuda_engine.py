@@ -1,0 +1,390 @@
+"""Exchanges of device memory between ranks of one host: copy engine, shared staging memory, copy engine.
+
+The sender's copy engine writes a chunk into staging memory that both ranks map and have registered, the receiver's
+reads it: no copy by a processor, no kernel. What stays on its rank goes the same way. Two modes speak one protocol
+(words in the staging memory), so ranks need not agree on one:
+
+- *Streams wait* (`cuStreamWaitValue32`): the caller enqueues the whole exchange, with its waits for words of the peers.
+  No thread takes part in moving data; the interpreter may be busy.
+- *Thread waits*: a thread looks at the words, and gives the streams a copy once it may start. `Work.wait` then blocks
+  until the last copy was given.
+
+A thread of its own, asleep while nothing is under way, watches over peers and time in both modes. When something fails
+it writes the words that this rank's streams wait for, until they have run dry.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from fs_comm.chunks import Planner, Put, Step, Take
+from fs_comm.errors import CommError, CommTimeout, GroupClosed, Mismatch, PeerLost
+from fs_comm.mesh import Mesh
+from fs_comm.staging import FAILED, LEFT, RING, WORD, Layout, Region, View
+from fs_comm.wire import Op
+
+_WATCH_S = 0.005
+_LOST_S = 0.1
+
+
+class Event(Protocol):
+    def query(self) -> bool: ...
+
+
+class Copies(Protocol):
+    """What the engine asks of `CudaCopies`."""
+
+    @property
+    def stream_waits(self) -> bool: ...
+    def use_in_thread(self) -> None: ...
+    def mark_caller(self) -> Any: ...
+    def begin(self, after: Any) -> None: ...
+    def put(self, address: int, device: int, num_bytes: int) -> None: ...
+    def take(self, device: int, address: int, num_bytes: int) -> None: ...
+    def mark(self, *, puts: bool) -> Event: ...
+    def end(self) -> Event: ...
+    def keep(self, tensor: Tensor) -> None: ...
+    def wait_until_at_least(self, address: int, count: int, *, puts: bool) -> None: ...
+    def wait_until_equal(self, address: int, value: int, *, puts: bool) -> None: ...
+    def write(self, address: int, value: int, *, puts: bool) -> None: ...
+    def close(self) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One rank's part of an operation under way."""
+
+    sequence: int
+    views: list[View]
+    """What this rank told each."""
+    steps: list[Step]
+    sends: Sequence[Tensor] = ()
+    receives: Sequence[Tensor] = ()
+    finish: Callable[[], None] | None = None
+    after: Any = None
+    event: Event | None = None
+    """All copies; None before the last was given to the streams."""
+    given: threading.Event = field(default_factory=threading.Event)
+    """Set after `event`, or `error`."""
+    error: BaseException | None = None
+    since: float = 0.0
+    on_given: Callable[[], None] = lambda: None
+
+    def __str__(self) -> str:
+        return str(self.views[0])
+
+
+class CudaEngine:
+    """Runs one rank's exchanges in the order in which they are asked for.
+
+    Args:
+        mesh: To notice that a peer's process has ended; the engine closes it.
+        regions: Of all ranks; registered with `copies`.
+    """
+
+    def __init__(self, mesh: Mesh, layout: Layout, regions: list[Region], copies: Copies, *, timeout_s: float) -> None:
+        self.rank, self.size, self.timeout_s = mesh.rank, mesh.size, timeout_s
+        self.copies = copies
+        self._mesh, self._layout, self._regions = mesh, layout, regions
+        self._own = regions[mesh.rank]
+        self._planner = Planner(mesh.rank, mesh.size, slot_bytes=layout.slot_bytes, num_slots=layout.num_slots)
+        self._others = [p for p in range(mesh.size) if p != mesh.rank]
+        self._sequence = 0
+        self._failed: BaseException | None = None
+        self._closing = False
+        self._under_way: deque[Job] = deque()
+        self._submitting = threading.Lock()
+        self._changed = threading.Condition()
+        self._last_end = self._last_look = 0.0
+        self._thread = threading.Thread(target=self._watch, name="fs_comm_cuda", daemon=True)
+        self._thread.start()
+
+    # On the caller's thread.
+
+    def submit(
+        self, op: Op, dtype: int, sends: Sequence[Tensor], receives: Sequence[Tensor], finish: Callable[[], None] | None
+    ) -> Job:
+        """Starts an exchange; does not wait for any rank while fewer than `RING` are under way.
+
+        Args:
+            sends: One tensor for each rank, contiguous, on the device; for AllGather the same each time.
+            receives: One for each rank, contiguous.
+            finish: Enqueues what is left to do once all bytes are there; the current stream is then that of the copies.
+        """
+        with self._submitting:
+            self.check()
+            if self._closing:
+                raise GroupClosed("the group was shut down; make a new one")
+            sequence = self._sequence + 1
+            send_bytes = [t.numel() * t.element_size() for t in sends]
+            receive_bytes = [t.numel() * t.element_size() for t in receives]
+            views = [View(sequence & WORD, op, dtype, send_bytes[p], receive_bytes[p]) for p in range(self.size)]
+            self._make_room(sequence, views[0])
+            self._sequence = sequence
+            for peer in range(self.size):
+                self._own.publish(peer, views[peer])
+            job = Job(sequence, views, self._planner.steps(op, send_bytes, receive_bytes), sends, receives, finish)
+            job.after = self.copies.mark_caller()
+            job.since = time.monotonic()
+            with self._changed:  # before the streams are given anything that they might have to be released from
+                self._under_way.append(job)
+                self._changed.notify()
+            if self.copies.stream_waits:
+                self._enqueue(job)
+            return job
+
+    def check(self) -> None:
+        """Raises if an operation has failed."""
+        if self._failed is not None:
+            raise GroupClosed(f"the group failed before and is of no use any more: {self._failed}") from self._failed
+
+    def _make_room(self, sequence: int, view: View) -> None:
+        """The ring holds what peers may still look at."""
+        deadline = time.monotonic() + self.timeout_s
+        oldest = sequence - RING
+        while oldest > 0 and not all(r.reached(Layout.done, oldest) for r in self._regions):
+            self.check()
+            if time.monotonic() > deadline:
+                raise CommTimeout(f"{view}: {RING} operations are under way, none ended in {self.timeout_s:.0f} s")
+            time.sleep(0.0005)
+
+    def _enqueue(self, job: Job) -> None:
+        """The whole exchange, in the plan's order; words that are there already need no wait."""
+        try:
+            self._enqueue_steps(job)
+        except BaseException as error:
+            self._failed = self._failed or error
+            raise
+        finally:
+            job.given.set()
+
+    def _enqueue_steps(self, job: Job) -> None:
+        copies, layout = self.copies, self._layout
+        copies.begin(job.after)
+        for peer in [*self._others, self.rank]:  # no byte is taken of a peer that sees another operation
+            region, word = self._regions[peer], layout.signature(self.rank, job.sequence)
+            expected = job.views[peer].signature_of_peer()
+            if region.word(word) != expected:
+                copies.wait_until_equal(region.address + word, expected, puts=False)
+        for step in job.steps:
+            if isinstance(step, Put):
+                count = self._planner.must_be_taken(step)
+                for reader in self._planner.readers(step.lane) if count else ():
+                    word = layout.taken(step.lane, reader)
+                    if not self._own.reached(word, count):
+                        copies.wait_until_at_least(self._own.address + word, count, puts=True)
+                self._put(job, step)
+                copies.write(self._own.address + layout.ready(step.lane), step.number + 1, puts=True)
+            else:
+                region, word = self._regions[step.owner], layout.ready(step.lane)
+                if not region.reached(word, step.number + 1):
+                    copies.wait_until_at_least(region.address + word, step.number + 1, puts=False)
+                self._take(job, step)
+                copies.write(region.address + layout.taken(step.lane, self.rank), step.number + 1, puts=False)
+        if job.finish is not None:
+            job.finish()
+        event = copies.end()
+        copies.write(self._own.address + Layout.done, job.sequence, puts=False)
+        for tensor in {t.data_ptr(): t for t in [*job.sends, *job.receives]}.values():
+            copies.keep(tensor)
+        job.sends = job.receives = ()
+        job.event = event
+
+    def _put(self, job: Job, step: Put) -> None:
+        slot = self._own.address + self._layout.slot(step.lane, self._planner.slot(step))
+        self.copies.put(slot, job.sends[step.part].data_ptr() + step.start, step.num_bytes)
+
+    def _take(self, job: Job, step: Take) -> None:
+        slot = self._regions[step.owner].address + self._layout.slot(step.lane, self._planner.slot(step))
+        self.copies.take(job.receives[step.owner].data_ptr() + step.start, slot, step.num_bytes)
+
+    def close(self) -> None:
+        """Lets what is under way end, then leaves; waits a timeout at most, and may be called twice."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(self.timeout_s)
+
+    def abort(self) -> None:
+        """Fails what is under way, here and at the peers."""
+        self._failed = self._failed or GroupClosed("the group was aborted")
+        self.close()
+
+    # On the engine's thread.
+
+    def _watch(self) -> None:
+        self.copies.use_in_thread()
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._under_way or self._closing)
+                if not self._under_way:
+                    break
+                job = self._under_way[0]
+            try:
+                if self._failed is not None:
+                    raise self._failed
+                self._carry(job)
+            except BaseException as error:
+                self._fail(error)
+            with self._changed:
+                self._under_way.popleft()
+            self._last_end = time.monotonic()
+            del job  # an idle thread must hold no tensors
+        self._leave()
+
+    def _carry(self, job: Job) -> None:
+        """Returns when all copies are done and all ranks agreed; in the mode without waiting streams, does them."""
+        if not self.copies.stream_waits:
+            self._by_thread(job)
+        while not (job.given.is_set() and job.event is not None and job.event.query()):
+            self._look_after(job)
+            time.sleep(_WATCH_S)
+        self._look_after(job)
+        job.sends = job.receives = ()
+
+    def _by_thread(self, job: Job) -> None:
+        """Gives the streams each copy once it may start, and tells of it once it is done."""
+        self.copies.begin(job.after)
+        puts = deque(s for s in job.steps if isinstance(s, Put))
+        takes = deque(s for s in job.steps if isinstance(s, Take))
+        started: dict[bool, deque[tuple[Event, Region, int, int]]] = {True: deque(), False: deque()}
+        idle = 0
+        while puts or takes or started[True] or started[False] or not all(self._agrees(job, p) for p in self._others):
+            idle += 1
+            for copies in started.values():
+                while copies and copies[0][0].query():
+                    _, region, word, count = copies.popleft()
+                    region.set_word(word, count)
+                    idle = 0
+            if puts and self._may_put(puts[0]):
+                step = puts.popleft()
+                self._put(job, step)
+                word = self._layout.ready(step.lane)
+                started[True].append((self.copies.mark(puts=True), self._own, word, step.number + 1))
+                idle = 0
+            if takes and self._may_take(job, takes[0]):
+                step = takes.popleft()
+                self._take(job, step)
+                word = self._layout.taken(step.lane, self.rank)
+                started[False].append((self.copies.mark(puts=False), self._regions[step.owner], word, step.number + 1))
+                idle = 0
+            if idle:
+                self._look_after(job)
+                time.sleep(0.0 if idle < 100 else 0.00005)  # others want the interpreter, too
+        if job.finish is not None:
+            job.finish()
+        job.event = self.copies.end()
+        self._own.set_word(Layout.done, job.sequence)
+        job.given.set()
+        job.on_given()
+
+    def _may_put(self, step: Put) -> bool:
+        count = self._planner.must_be_taken(step)
+        return all(
+            self._own.reached(self._layout.taken(step.lane, reader), count)
+            for reader in (self._planner.readers(step.lane) if count else ())
+        )
+
+    def _may_take(self, job: Job, step: Take) -> bool:
+        is_there = self._regions[step.owner].reached(self._layout.ready(step.lane), step.number + 1)
+        return is_there and self._agrees(job, step.owner)
+
+    def _agrees(self, job: Job, peer: int) -> bool:
+        """Whether the peer takes part in the same operation; False where that is not known yet."""
+        mine, theirs = job.views[peer], self._regions[peer].view(self.rank, job.sequence)
+        if theirs is None:
+            return False
+        if (theirs.op, theirs.dtype) != (mine.op, mine.dtype):
+            raise Mismatch(
+                f"all ranks must call the same operations in the same order: this rank is at {mine}, "
+                f"{self._name_of(peer)} at {theirs}"
+            )
+        if theirs.num_bytes != mine.expected:
+            raise Mismatch(
+                f"{mine}: this rank expects {mine.expected} bytes of {self._name_of(peer)}, which has "
+                f"{theirs.num_bytes} for it: sizes and splits of all ranks must fit"
+            )
+        if theirs.expected != mine.num_bytes:
+            raise Mismatch(
+                f"{mine}: this rank has {mine.num_bytes} bytes for {self._name_of(peer)}, which expects "
+                f"{theirs.expected}: sizes and splits of all ranks must fit"
+            )
+        return True
+
+    def _look_after(self, job: Job) -> None:
+        """Raises what will keep the operation from ending."""
+        if self._failed is not None:
+            raise self._failed
+        now = time.monotonic()
+        lost: dict[int, str] = {}
+        if now - self._last_look > _LOST_S:
+            self._last_look, lost = now, self._mesh.lost()
+        for peer in [*self._others, self.rank]:
+            state = self._regions[peer].word(Layout.state)
+            if state == FAILED:
+                raise CommError(f"{self._name_of(peer)} gave the group up: {self._regions[peer].failure()}")
+            self._agrees(job, peer)
+            if (state == LEFT or peer in lost) and not self._regions[peer].reached(Layout.done, job.sequence):
+                why = "it has shut its group down while others still use theirs" if state == LEFT else lost[peer]
+                raise PeerLost(f"{job}: {self._name_of(peer)} is lost: {why}")
+        if now - max(job.since, self._last_end) > self.timeout_s:
+            behind = [p for p in self._others if self._regions[p].view(self.rank, job.sequence) is None]
+            late = [p for p in self._others if not self._regions[p].reached(Layout.done, job.sequence)]
+            names = ", ".join(self._name_of(p) for p in behind or late) or "this rank's own device"
+            what = "which did not take part in time" if behind else "whose bytes did not come in time"
+            raise CommTimeout(f"{job}: waited {self.timeout_s:.0f} s for {names}, {what}")
+
+    def _name_of(self, peer: int) -> str:
+        return self._mesh.name_of(peer) if peer != self.rank else "this rank itself"
+
+    def _fail(self, error: BaseException) -> None:
+        """Ends all that is under way with the error, and lets the streams go."""
+        if self._failed is None:
+            self._failed = error
+        jobs = list(self._under_way)
+        self._own.fail(f"{jobs[0]}: {self._failed}")
+        while not all(self._is_dry(job) for job in jobs):
+            self._release(jobs)
+            time.sleep(0.001)
+        for job in jobs:
+            job.error = job.error or self._failed
+            job.given.set()
+            job.on_given()
+
+    def _is_dry(self, job: Job) -> bool:
+        """Whether the streams are done with a job that failed."""
+        if not self.copies.stream_waits:
+            return True
+        try:
+            return job.given.is_set() and (job.event is None or job.event.query())
+        except RuntimeError:
+            return True  # the device itself has failed: its streams wait for nothing any more
+
+    def _release(self, jobs: Sequence[Job]) -> None:
+        """Sets every word that this rank's streams may wait for. Peers may still write them: it takes repeating."""
+        layout, planner = self._layout, self._planner
+        for owner, region in enumerate(self._regions):
+            to_me, to_all = planner.num_taken[owner]
+            region.set_word(layout.ready(self.rank), to_me)
+            region.set_word(layout.ready(planner.lane_to_all), to_all)
+            for job in jobs:
+                region.set_word(layout.signature(self.rank, job.sequence), job.views[owner].signature_of_peer())
+        for lane in range(self.size + 1):
+            for reader in planner.readers(lane):
+                self._own.set_word(layout.taken(lane, reader), planner.num_put[lane])
+
+    def _leave(self) -> None:
+        if self._failed is None:
+            self._own.set_word(Layout.state, LEFT)
+        else:
+            self._own.fail(str(self._failed))
+        self._mesh.close(None)
+        self.copies.close()
+        for region in self._regions:
+            region.close()

@@ -1,0 +1,73 @@
+"""The handle of an operation on device memory, as torch.distributed gives it."""
+
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fs_comm.cuda_engine import CudaEngine, Job
+from fs_comm.errors import CommTimeout
+
+
+class CudaWork(dist.Work):
+    """`wait` orders the current stream after the operation, as for any other CUDA backend."""
+
+    def __init__(self, engine: CudaEngine, job: Job, result: Any, device: torch.device) -> None:
+        super().__init__()
+        self._engine, self._job, self._result, self._device = engine, job, result, device
+        self._future: torch.futures.Future[Any] = torch.futures.Future(devices=[device])
+        self._settling = threading.Lock()
+        job.on_given = self._settle
+        if job.given.is_set():
+            self._settle()
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """The current stream waits; with a timeout the caller too, until all is done.
+
+        Raises:
+            CommError: What is known to have gone wrong. What goes wrong later is raised by the next operation.
+        """
+        seconds = timeout.total_seconds()
+        deadline = time.monotonic() + seconds if seconds > 0 else None
+        while not self._job.given.wait(self._engine.timeout_s if deadline is None else seconds):
+            if deadline is not None:
+                raise CommTimeout(f"{self._job}: not done after {seconds:.0f} s")
+        while deadline is not None and not self.is_completed():
+            if time.monotonic() > deadline:
+                raise CommTimeout(f"{self._job}: not done after {seconds:.0f} s")
+            time.sleep(0.0002)
+        if self._job.error is not None:
+            raise self._job.error
+        torch.cuda.current_stream(self._device).wait_event(self._job.event)  # pyright: ignore[reportArgumentType]
+        return True
+
+    def is_completed(self) -> bool:
+        job = self._job
+        return job.given.is_set() and (job.error is not None or (job.event is not None and job.event.query()))
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self._job.error is None
+
+    def exception(self) -> BaseException | None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self._job.error
+
+    def result(self) -> Any:
+        return self._result
+
+    def get_future(self) -> "torch.futures.Future[Any]":  # pyright: ignore
+        return self._future
+
+    def _settle(self) -> None:
+        with self._settling:
+            if self._future.done():
+                return
+            if self._job.error is not None:
+                self._future.set_exception(self._job.error)  # pyright: ignore[reportArgumentType]
+                return
+            stream = torch.cuda.Stream(self._device)
+            stream.wait_event(self._job.event)  # pyright: ignore[reportArgumentType]
+            with torch.cuda.stream(stream):
+                self._future.set_result(self._result)
