@@ -200,14 +200,18 @@ class ShardedTables:
                     f"{name} of table {self.tables[table].name!r} must be {(rows, *target.shape[1:])}, got "
                     f"{tuple(value.shape)}; a table keeps its size from save to load"
                 )
-            target[slots].copy_(self._my_rows(value, table, slots.stop - slots.start))
+            target[slots].copy_(self._my_rows(value, table))
 
-    def _my_rows(self, value: Tensor, table: int, num_rows: int) -> Tensor:
-        owned = slice_of(self._owned(table))
-        if isinstance(value, DTensor):
-            local = value.to_local()
-            return local if len(local) == num_rows else value.full_tensor()[owned]
-        return value[owned]
+    def _my_rows(self, value: Any, table: int) -> Tensor:
+        owned = self._owned(table)
+        local = value.to_local() if isinstance(value, DTensor) else value
+        if hasattr(local, "local_shards"):  # TorchRec's, in a ShardedTensor or within a DTensor
+            return _shard_at(owned, local, self.tables[table].name, value.shape)
+        if not isinstance(value, DTensor):
+            return value[slice_of(owned)]
+        if value.placements == (Shard(0),) and value.device_mesh.size() == self.world_size:
+            return local
+        return value.full_tensor()[slice_of(owned)]
 
     def _owned(self, table: int) -> range:
         store, number = self.place[table]
@@ -295,6 +299,25 @@ def hashed(ids: Tensor, num_rows: int) -> Tensor:
     h = h * -0x6B2FB644ECCEEE15
     h = h ^ ((h >> 31) & 0x1FFFFFFFF)
     return torch.where((x >= 0) & (x < num_rows), x, h.remainder(num_rows))
+
+
+def _shard_at(rows: range, shards: Any, table_name: str, shape: torch.Size) -> Tensor:
+    """The shard of exactly `rows` among TorchRec's local shards: where it cut by rows, its boundaries are ours."""
+    local: list[Any] = list(shards.local_shards())
+    if hasattr(shards, "local_offsets"):
+        found = list(zip(local, shards.local_offsets(), strict=True))
+    else:
+        found = [(shard.tensor, shard.metadata.shard_offsets) for shard in local]
+    for tensor, offsets in found:
+        if (offsets[0], tuple(tensor.shape)) == (rows.start, (len(rows), *shape[1:])):
+            return tensor.detach()
+    if not rows:
+        return torch.zeros(0, *shape[1:])
+    raise ValueError(
+        f"table {table_name!r} must come with this rank's rows {rows.start} to {rows.stop - 1} in one shard, got "
+        f"{[(tuple(offsets), tuple(t.shape)) for t, offsets in found]} (offsets, shape): save and load it with "
+        "torch.distributed.checkpoint, which cuts anew"
+    )
 
 
 def slice_of(rows: range) -> slice:

@@ -34,7 +34,6 @@ def _run(first: int, folder: str | None, *, save: str | None = None) -> tuple[li
     """Trains steps `first` to STEPS; loads from `folder` before, or saves into `save` with updates in flight."""
     model = fs_embed.prioritize(make_model(seed=first), optimizer=fs_embed.Adam(lr=0.02), timeout_s=30.0)
     tables = fs_embed.TableOptimizers(model)
-    state = {"model": model, "tables": tables}
     if folder is not None:
         values = {"model": model.state_dict(), "tables": tables.state_dict()}
         state_dict_loader.load(values, checkpoint_id=Path(folder))
@@ -42,6 +41,7 @@ def _run(first: int, folder: str | None, *, save: str | None = None) -> tuple[li
         tables.load_state_dict(values["tables"])
     todo = batches(dist.get_rank(), STEPS)
     losses: list[float] = []
+    saving: Any = None
     model.table.prefetch(todo[first])
     for step in range(first, STEPS):
         model.table.prefetch(todo[step + 1] if step + 1 < STEPS else None)
@@ -51,12 +51,13 @@ def _run(first: int, folder: str | None, *, save: str | None = None) -> tuple[li
         if save and step + 1 == SAVE_AFTER:
             values = {"model": model.state_dict(), "tables": tables.state_dict()}
             if save.endswith("async"):
-                state_dict_saver.async_save(values, checkpoint_id=Path(save)).result(timeout=60)
+                saving = state_dict_saver.async_save(values, checkpoint_id=Path(save))  # while training goes on
             else:
                 state_dict_saver.save(values, checkpoint_id=Path(save))
     whole = _whole(model.state_dict()) | _whole(tables.state_dict())
+    if saving is not None:
+        saving.result(timeout=60)
     model.table.close()
-    del state
     return losses, whole
 
 
