@@ -1,66 +1,39 @@
 """One thread a group that carries its exchanges out in the order they were asked for.
 
 An exchange begins with a header to each peer that says what this rank takes part in and what it has for the peer. So
-ranks that disagree get an error that names both views, and a rank that waits knows for whom. Then each rank takes its
-bytes, and tells the owner when it is done with them.
+ranks that disagree get an error that names both views, and a rank that waits knows for whom. Small parts come with the
+header, large ones by the roads that join the ranks.
 """
 
 import queue
 import threading
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor
 
-from fs_comm.errors import CommTimeout, GroupClosed, Mismatch
+from fs_comm.errors import GroupClosed, Mismatch
+from fs_comm.exchange import INLINE_BYTES, Exchange, Road, Turn
 from fs_comm.mesh import Mesh
-from fs_comm.transports.memory import SLOT_BYTES, Staging, read_from
-from fs_comm.wire import DTYPE_NAME, Header, Kind, Op
-
-INLINE_BYTES = 16 << 10
-"""Data of at most that size travels with the header. Small enough for a socket's buffer to hold two of them."""
-
-
-@dataclass(slots=True, eq=False)
-class Exchange:
-    """One rank's part of an operation."""
-
-    op: Op
-    dtype: int
-    send: Sequence[Tensor]
-    """`(n,)` uint8, contiguous, on the CPU, for each rank; what is for this rank itself too."""
-    receive: Sequence[Tensor]
-    """`(n,)` uint8 from each rank."""
-    finish: Callable[[], None] = lambda: None
-    """Run once all bytes are there, before `done` is set."""
-    done: threading.Event = field(default_factory=threading.Event)
-    error: BaseException | None = None
-    on_done: Callable[[], None] = lambda: None
-    sequence: int = 0
-
-    def __str__(self) -> str:
-        return f"{self.op.name.lower()} of {DTYPE_NAME[self.dtype]} (number {self.sequence})"
+from fs_comm.transports.memory import copy
+from fs_comm.wire import Header, Kind
 
 
 class Engine:
-    """Runs exchanges over shared memory, or between hosts by `elsewhere`."""
+    """Runs exchanges.
 
-    def __init__(
-        self,
-        mesh: Mesh,
-        *,
-        timeout_s: float,
-        attach: bool,
-        staging: Staging | None,
-        elsewhere: Callable[[Exchange], None] | None,
-        on_end: Callable[[], None] = lambda: None,
-    ) -> None:
+    Args:
+        roads: In the order in which they complete, which must be the same on all ranks.
+        road_to: The one that joins this rank to each peer.
+    """
+
+    def __init__(self, mesh: Mesh, *, timeout_s: float, roads: Sequence[Road], road_to: Mapping[int, Road]) -> None:
         self.mesh, self.timeout_s = mesh, timeout_s
-        self.attach, self.staging, self._elsewhere, self._on_end = attach, staging, elsewhere, on_end
+        self._roads, self._road_to = tuple(roads), dict(road_to)
         self._others = [(mesh.rank + k) % mesh.size for k in range(1, mesh.size)]  # each rank begins with another peer
         self._queue: queue.SimpleQueue[Exchange | None] = queue.SimpleQueue()
+        self._order = threading.Lock()  # of sequence numbers
+        self._running = threading.Lock()  # held while an exchange is carried out
+        self._num_queued = 0
         self._sequence = 0
         self._failed: BaseException | None = None
         self._closing = False
@@ -68,132 +41,108 @@ class Engine:
         self._thread.start()
 
     def submit(self, exchange: Exchange) -> None:
-        if self._failed is not None:
-            raise GroupClosed(f"the group failed before and is of no use any more: {self._failed}") from self._failed
-        if self._closing:
-            raise GroupClosed("the group was shut down; make a new one")
-        self._queue.put(exchange)
+        """Leaves it to the engine's thread."""
+        with self._order:
+            self._number(exchange)
+            self._num_queued += 1
+            self._queue.put(exchange)
+
+    def run(self, exchange: Exchange) -> None:
+        """As `submit`, but if nothing is under way, does it on this thread, which would only wait for the other."""
+        with self._order:
+            self._number(exchange)
+            if not (is_mine := not self._num_queued and self._running.acquire(blocking=False)):
+                self._num_queued += 1
+                self._queue.put(exchange)
+        if is_mine:
+            try:
+                self._carry_out(exchange)
+            finally:
+                self._running.release()
 
     def close(self) -> None:
         """Lets queued exchanges end, then leaves; waits a timeout at most, and may be called twice."""
-        if not self._closing:
-            self._closing = True
-            self._queue.put(None)
+        with self._order:
+            if not self._closing:
+                self._closing = True
+                self._queue.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join(self.timeout_s)
 
     def abort(self) -> None:
         """Fails what is under way, here and at the peers."""
-        self._failed = self._failed or GroupClosed("the group was aborted")
-        self.mesh.close(Header(Kind.FAILED, 0, payload=len(b"aborted")), b"aborted")
+        self._fail(GroupClosed("the group was aborted"))
         self.close()
+
+    def _number(self, exchange: Exchange) -> None:
+        if self._failed is not None:
+            raise GroupClosed(f"the group failed before and is of no use any more: {self._failed}") from self._failed
+        if self._closing:
+            raise GroupClosed("the group was shut down; make a new one")
+        self._sequence += 1
+        exchange.sequence = self._sequence
 
     def _serve(self) -> None:
         while (exchange := self._queue.get()) is not None:
-            self._sequence += 1
-            exchange.sequence = self._sequence
-            try:
-                if self._failed is not None:
-                    raise GroupClosed(f"the group failed before: {self._failed}")
-                self._run(exchange)
-                exchange.finish()
-            except BaseException as error:
-                exchange.error = error
-                if self._failed is None:
-                    self._failed = error
-                    text = f"{exchange}: {error}".encode()[:4096]
-                    self.mesh.close(Header(Kind.FAILED, self._sequence, payload=len(text)), text)
-            exchange.done.set()
-            exchange.on_done()
+            with self._running:
+                self._carry_out(exchange)
+            with self._order:
+                self._num_queued -= 1
             del exchange  # an idle thread must hold no tensors
+        with self._running:
+            self.mesh.close(Header(Kind.BYE, self._sequence) if self._failed is None else None)
+            for road in self._roads:
+                road.close()
+
+    def _carry_out(self, x: Exchange) -> None:
+        try:
+            if self._failed is not None:
+                raise GroupClosed(f"the group failed before: {self._failed}") from self._failed
+            self._exchange(x)
+            x.finish()
+        except BaseException as error:
+            x.error = self._failed if isinstance(self._failed, GroupClosed) else error  # aborted, rather than broken
+            self._fail(error)
+        x.done.set()
+        x.on_done()
+
+    def _fail(self, error: BaseException) -> None:
+        """Tells the peers, before anything that they may still be reading can change."""
         if self._failed is None:
-            self.mesh.close(Header(Kind.BYE, self._sequence))
-        if self.staging is not None:
-            self.staging.close()
-        self._on_end()
+            self._failed = error
+            text = str(error).encode()[:4096]
+            self.mesh.close(Header(Kind.FAILED, self._sequence, payload=len(text)), text)
+            for road in self._roads:
+                road.break_off()
 
-    def _run(self, x: Exchange) -> None:
-        deadline = time.monotonic() + self.timeout_s
-        mine = self.mesh.rank
-        is_inline = {p: len(x.send[p]) <= INLINE_BYTES for p in self._others}
+    def _exchange(self, x: Exchange) -> None:
+        turn = Turn(x, self.mesh, timeout_s=self.timeout_s, between=self._advance)
         for peer in self._others:
-            data = x.send[peer].numpy().tobytes() if is_inline[peer] else b""
-            header = Header(
-                Kind.DATA,
-                x.sequence,
-                x.op,
-                x.dtype,
-                len(x.send[peer]),
-                len(x.receive[peer]),
-                x.send[peer].data_ptr() if len(x.send[peer]) else 0,
-                len(data),
-            )
-            self.mesh.send(peer, header, data, timeout_s=deadline - time.monotonic())
-        x.receive[mine].copy_(x.send[mine])
-        theirs = self._collect(x, Kind.DATA, self._others, deadline)
-        for peer in self._others:
-            self._check(x, peer, theirs[peer][0])
-        large_in = [p for p in self._others if len(x.receive[p]) > INLINE_BYTES]
-        large_out = [p for p in self._others if not is_inline[p]]
-        for peer in self._others:
-            if peer not in large_in and len(x.receive[peer]):
-                x.receive[peer].copy_(torch.frombuffer(bytearray(theirs[peer][1]), dtype=torch.uint8))
-        if self._elsewhere is not None:
-            if large_in or large_out or x.op == Op.ALL_TO_ALL:
-                self._elsewhere(x)
-        elif self.attach:
-            for peer in large_in:
-                read_from(self.mesh.pids[peer], theirs[peer][0].address, x.receive[peer])
-                self._tell_done(x, peer, deadline)
-            self._collect(x, Kind.DONE, large_out, deadline)
-        else:
-            self._stage(x, large_out, large_in, deadline)
+            data = x.send[peer].numpy().tobytes() if len(x.send[peer]) <= INLINE_BYTES else b""
+            address = x.send[peer].data_ptr() if len(x.send[peer]) else 0
+            sizes = len(x.send[peer]), len(x.receive[peer])
+            header = Header(Kind.DATA, x.sequence, x.op, x.dtype, *sizes, address, len(data))
+            self.mesh.send(peer, header, data, timeout_s=turn.left_s)
+        copy(x.receive[self.mesh.rank], x.send[self.mesh.rank])
+        for peer, (header, data) in turn.collect(Kind.DATA, self._others).items():
+            self._check(x, peer, header)
+            turn.headers[peer] = header
+            if data:
+                copy(x.receive[peer], torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        sends = {p for p in self._others if len(x.send[p]) > INLINE_BYTES}
+        receives = {p for p in self._others if len(x.receive[p]) > INLINE_BYTES}
+        under_way: list[Road] = []
+        for road in self._roads:
+            theirs = [p for p in self._others if self._road_to[p] is road]
+            if sends.intersection(theirs) or receives.intersection(theirs):
+                road.begin(turn, [p for p in theirs if p in sends], [p for p in theirs if p in receives])
+                under_way.append(road)
+        for road in under_way:
+            road.complete()
 
-    def _stage(self, x: Exchange, large_out: list[int], large_in: list[int], deadline: float) -> None:
-        """Slot by slot: fill those that are free, say so, take what came, say so."""
-        assert self.staging is not None
-        start = 0
-        while large_out or large_in:
-            stop = start + SLOT_BYTES
-            for peer in large_out:
-                part = x.send[peer][start:stop]
-                self.staging.outgoing[peer][: len(part)].copy_(part)
-                self._tell(x, Kind.DATA, peer, deadline)
-            self._collect(x, Kind.DATA, large_in, deadline)
-            for peer in large_in:
-                part = x.receive[peer][start:stop]
-                part.copy_(self.staging.incoming[peer][: len(part)])
-                self._tell_done(x, peer, deadline)
-            self._collect(x, Kind.DONE, large_out, deadline)
-            large_out = [p for p in large_out if len(x.send[p]) > stop]
-            large_in = [p for p in large_in if len(x.receive[p]) > stop]
-            start = stop
-
-    def _tell(self, x: Exchange, kind: Kind, peer: int, deadline: float) -> None:
-        self.mesh.send(peer, Header(kind, x.sequence, x.op, x.dtype), timeout_s=deadline - time.monotonic())
-
-    def _tell_done(self, x: Exchange, peer: int, deadline: float) -> None:
-        self._tell(x, Kind.DONE, peer, deadline)
-
-    def _collect(
-        self, x: Exchange, kind: Kind, peers: Sequence[int], deadline: float
-    ) -> dict[int, tuple[Header, bytes]]:
-        """The next message of each of `peers`, whichever comes first."""
-        found: dict[int, tuple[Header, bytes]] = {}
-        while len(found) < len(peers):
-            waiting = [p for p in peers if p not in found]
-            ready = self.mesh.ready(waiting, timeout_s=deadline - time.monotonic())
-            if not ready:
-                names = ", ".join(self.mesh.name_of(p) for p in waiting)
-                raise CommTimeout(f"{x}: waited {self.timeout_s:.0f} s for {names}, which did not take part in time")
-            for peer in ready:
-                header, payload = self.mesh.receive(peer, timeout_s=deadline - time.monotonic())
-                if header.kind != kind:
-                    raise Mismatch(
-                        f"{x}: expected a {kind.name} message of {self.mesh.name_of(peer)}, got {header.kind.name}"
-                    )
-                found[peer] = (header, payload)
-        return found
+    def _advance(self) -> None:
+        for road in self._roads:
+            road.advance()
 
     def _check(self, x: Exchange, peer: int, theirs: Header) -> None:
         name = self.mesh.name_of(peer)

@@ -6,6 +6,7 @@ Registered with torch.distributed as backend `"smfree"`. Methods have the names 
 # One method serves several of torch's spellings, whose parameters have other names in each version.
 # pyright: reportAssignmentType=false, reportIncompatibleMethodOverride=false
 
+import json
 import os
 import time
 import weakref
@@ -18,17 +19,22 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from fs_comm.engine import INLINE_BYTES, Engine, Exchange
-from fs_comm.errors import CommError
+from fs_comm.cuda_road import CudaRoad
+from fs_comm.engine import Engine
+from fs_comm.errors import CommError, Mismatch
+from fs_comm.exchange import Exchange, Road
 from fs_comm.mesh import Mesh
-from fs_comm.transports import gloo
+from fs_comm.topology import TRANSPORTS, Route, Site, needs_verbs, plan_route, summary
+from fs_comm.transports.gloo import GlooRoad
 from fs_comm.transports.memory import Staging, allow_attach, read_from
-from fs_comm.transports.verbs_road import VerbsRoad, why_not_verbs
+from fs_comm.transports.shm_road import AttachRoad, StagedRoad
+from fs_comm.transports.verbs import probe_verbs
+from fs_comm.transports.verbs_road import VerbsRoad
 from fs_comm.wire import DTYPE_NUMBER, Op
 from fs_comm.work import ExchangeWork
 
 BACKEND = "smfree"
-TRANSPORTS = ("shm", "verbs", "gloo")
+_ROADS = ("attach", "staged", "verbs", "gloo")  # in which they complete, on all ranks
 
 _live: "weakref.WeakSet[SmFreeGroup]" = weakref.WeakSet()
 _DEFAULT_TIMEOUT_S = 300.0
@@ -44,8 +50,8 @@ def new_group(
 
     Args:
         ranks: Global ranks; None takes all.
-        transports: Those to choose from, in order of preference. `"shm"` serves groups whose ranks share a host,
-            `"verbs"` those whose ranks all have an RDMA port, `"gloo"` any.
+        transports: Those to choose from, in order of preference, for each two ranks by themselves. `"shm"` joins ranks
+            that share a host, `"verbs"` those that both have an RDMA port, `"gloo"` any.
         timeout_s: Longest that a rank waits for another in one operation.
 
     Raises:
@@ -109,77 +115,108 @@ class SmFreeGroup(dist.ProcessGroup):
             timeout_s=timeout_s,
             name_of=lambda r: f"rank {global_ranks[r]}",
         )
-        self.transport, self.transport_reason = self._choose(store, transports)
-        attach = self.transport == "shm" and self._can_attach(store)
-        staging = None
-        if self.transport == "shm" and not attach:
-            staging = Staging(rank, size, self._mesh.sockets, timeout_s)
-        self.road = "attach" if attach else "staged" if staging else self.transport
-        self._verbs = None
-        if self.transport == "verbs":
-            self._verbs = VerbsRoad(
-                PrefixStore("verbs", store),
-                rank,
-                size,
-                local_rank=self._local_rank(),
-                timeout_s=timeout_s,
-                check=self._mesh.check,
-                name_of=self._mesh.name_of,
-            )
+        try:
+            self.routes = self._plan(PrefixStore("sites", store), transports)
+            """Group rank of each peer → the `Route` to it."""
+            roads = self._open_roads(store)
+        except BaseException:
+            self._mesh.close(None)
+            raise
         self._engine = Engine(
             self._mesh,
             timeout_s=timeout_s,
-            attach=attach,
-            staging=staging,
-            elsewhere={"shm": None, "verbs": self._by_verbs, "gloo": self._by_gloo}[self.transport],
-            on_end=self._verbs.close if self._verbs else lambda: None,
+            roads=list(roads.values()),
+            road_to={p: roads[route.road] for p, route in self.routes.items()},
         )
+        self._cuda = CudaRoad(PrefixStore("cuda", store), rank, size, timeout_s=timeout_s, name_of=self._mesh.name_of)
         _live.add(self)
 
-    def _choose(self, store: Store, transports: Sequence[str]) -> tuple[str, str]:
-        """The first transport that serves all ranks, and why not those before it; the same on every rank."""
-        why_not: list[str] = []
-        for name in transports:
-            reason = None
-            if name == "shm" and len(set(self._mesh.hosts)) > 1:
-                reason = "the ranks are on several hosts"
-            elif name == "verbs" and self._size == 1:
-                reason = "one rank has no peer"
-            elif name == "verbs":
-                reason = why_not_verbs(
-                    PrefixStore("verbs", store), self._rank, self._size, local_rank=self._local_rank()
+    @property
+    def transport(self) -> str:
+        """Those that join this rank to others, such as `shm` or `shm+gloo`; `none` where it has no peers."""
+        return summary({r.transport for r in self.routes.values()}, TRANSPORTS)
+
+    @property
+    def cuda_mode(self) -> str:
+        """How CUDA tensors are exchanged, see `CudaRoad.mode`."""
+        return self._cuda.mode
+
+    @property
+    def road(self) -> str:
+        """As `transport`, with shm's `attach` and `staged` told apart."""
+        return summary({r.road for r in self.routes.values()}, _ROADS)
+
+    @property
+    def transport_reason(self) -> str:
+        """For each peer, why its route was taken, and none that was preferred to it."""
+        return "\n".join(f"{self._mesh.name_of(p)}: {r.road}: {r.reason}" for p, r in self.routes.items())
+
+    def _plan(self, store: Store, transports: Sequence[str]) -> dict[int, Route]:
+        """Tells all ranks what this one can do, and hears the same of them."""
+        probe = torch.full((8,), self._rank, dtype=torch.uint8)
+        allows = os.environ.get("FS_COMM_ATTACH") != "0"
+        if allows:
+            allow_attach()
+        terms = list(transports)
+        told = _tell_all(store, "terms", self._rank, self._size, [terms, probe.data_ptr() if allows else 0])
+        for peer, (theirs, _) in enumerate(told):
+            if theirs != terms:
+                raise Mismatch(
+                    f"all ranks must allow the same transports: this rank {terms}, {self._mesh.name_of(peer)} {theirs}"
                 )
-            if reason is None:
-                return name, "; ".join(why_not)
-            why_not.append(f"{name}: {reason}")
-        raise CommError(
-            f"no transport of {list(transports)} serves these ranks: {'; '.join(why_not) or 'none is named'}"
-        )
+        reads = [p for p, (_, address) in enumerate(told) if allows and address and self._can_read(p, address)]
+        availability = None
+        if needs_verbs(self._mesh.hosts, transports):
+            availability = probe_verbs(local_rank=self._local_rank())
+        mine = [reads, availability.reason if availability else "", availability.ok if availability else True]
+        sites = [
+            Site(host, reads, reason if ok else "", None if ok else reason)
+            for host, (reads, reason, ok) in zip(
+                self._mesh.hosts, _tell_all(store, "can", self._rank, self._size, mine), strict=True
+            )
+        ]
+        del probe  # until here the peers were reading it
+        pairs = [(a, b) for a in range(self._size) for b in range(a)]
+        plan = {pair: plan_route(sites, *pair, transports) for pair in pairs}  # all of them: all ranks raise, or none
+        self._roads = [road for road in _ROADS if any(route.road == road for route in plan.values())]
+        return {p: plan[max(p, self._rank), min(p, self._rank)] for p in range(self._size) if p != self._rank}
+
+    def _can_read(self, peer: int, address: int) -> bool:
+        if peer == self._rank or self._mesh.hosts[peer] != self._mesh.host:
+            return False
+        found = torch.empty(8, dtype=torch.uint8)
+        try:
+            read_from(self._mesh.pids[peer], address, found)
+        except (OSError, CommError):
+            return False
+        return bool((found == peer).all())
+
+    def _open_roads(self, store: Store) -> dict[str, Road]:
+        """Those that join any two ranks, since some are opened by all together; in the order of `_ROADS`."""
+        opened: dict[str, Road] = {}
+        for road in self._roads:
+            peers = [p for p, route in self.routes.items() if route.road == road]
+            if road == "attach":
+                opened[road] = AttachRoad()
+            elif road == "staged":
+                sockets = {p: self._mesh.sockets[p] for p in peers}
+                opened[road] = StagedRoad(Staging(self._rank, self._size, sockets, self._timeout_s))
+            elif road == "verbs" and peers:
+                opened[road] = VerbsRoad(
+                    PrefixStore("verbs", store),
+                    self._rank,
+                    self._size,
+                    peers,
+                    local_rank=self._local_rank(),
+                    timeout_s=self._timeout_s,
+                    name_of=self._mesh.name_of,
+                )
+            elif road == "gloo":
+                opened[road] = GlooRoad(PrefixStore("gloo", store), self._rank, self._size, timeout_s=self._timeout_s)
+        return opened
 
     def _local_rank(self) -> int:
         return self._mesh.hosts[: self._rank].count(self._mesh.host)
-
-    def _can_attach(self, store: Store) -> bool:
-        """Every rank tries to read every other; all take the same road."""
-        if os.environ.get("FS_COMM_ATTACH") == "0":
-            works = False
-        else:
-            allow_attach()
-            works = True
-        probe = torch.full((8,), self._rank, dtype=torch.uint8)
-        store.set(f"probe{self._rank}", f"{probe.data_ptr()}|{int(works)}")
-        for peer in range(self._size):
-            address, allowed = store.get(f"probe{peer}").decode().split("|")
-            out = torch.empty(8, dtype=torch.uint8)
-            try:
-                if peer != self._rank and works and allowed == "1":
-                    read_from(self._mesh.pids[peer], int(address), out)
-                    works = bool((out == peer).all())
-                works = works and allowed == "1"
-            except (OSError, CommError):
-                works = False
-        store.set(f"attach{self._rank}", str(int(works)))
-        return all(store.get(f"attach{peer}") == b"1" for peer in range(self._size))
 
     def lost_ranks(self) -> dict[int, str]:
         """Global ranks of this group whose processes have ended."""
@@ -188,13 +225,13 @@ class SmFreeGroup(dist.ProcessGroup):
     # What the engine does.
 
     def allgather(self, output_tensors: Any, input_tensors: Any, *args: Any, **kwargs: Any) -> dist.Work:
-        if any(t.device.type != "cpu" for t in input_tensors):
+        if self._goes_inside([*output_tensors[0], *input_tensors]):
             return self._inner.allgather(output_tensors, input_tensors, *args)
         (outputs,), (mine,) = output_tensors, input_tensors
-        return self._gather(list(outputs), mine, output_tensors)
+        return self._gather(list(outputs), mine, output_tensors, waits=_waits(args))
 
     def all_gather_single(self, output: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> dist.Work:
-        if input.device.type != "cpu":
+        if self._goes_inside([output, input]):
             return self._inner._allgather_base(output, input, *args)
         if output.numel() != input.numel() * self._size or output.dtype != input.dtype:
             raise ValueError(
@@ -203,7 +240,8 @@ class SmFreeGroup(dist.ProcessGroup):
             )
         flat = output if output.is_contiguous() else torch.empty_like(output, memory_format=torch.contiguous_format)
         parts = list(flat.view(-1).chunk(self._size)) if output.numel() else [flat.view(-1)] * self._size
-        return self._gather(parts, input, [output], finish=None if flat is output else lambda: output.copy_(flat))
+        finish = None if flat is output else lambda: output.copy_(flat)
+        return self._gather(parts, input, [output], finish, waits=_waits(args))
 
     _allgather_base = all_gather_single
 
@@ -216,7 +254,7 @@ class SmFreeGroup(dist.ProcessGroup):
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_split_sizes: Any, input_split_sizes: Any, *args: Any, **kwargs: Any
     ) -> dist.Work:
-        if input.device.type != "cpu":
+        if self._goes_inside([output, input]):
             return self._inner.alltoall_base(output, input, output_split_sizes, input_split_sizes, *args)
         if output.dtype != input.dtype:
             raise ValueError(f"all_to_all needs one dtype, got input {input.dtype} and output {output.dtype}")
@@ -224,12 +262,12 @@ class SmFreeGroup(dist.ProcessGroup):
         flat = output if output.is_contiguous() else torch.empty_like(output, memory_format=torch.contiguous_format)
         receives = self._split(flat, output_split_sizes, "output")
         finish = None if flat is output else lambda: output.copy_(flat)
-        return self._exchange(Op.ALL_TO_ALL, sends, receives, [output], finish)
+        return self._exchange(Op.ALL_TO_ALL, sends, receives, [output], finish, waits=_waits(args))
 
     alltoall_base = all_to_all_single
 
     def alltoall(self, output_tensors: Any, input_tensors: Any, *args: Any, **kwargs: Any) -> dist.Work:
-        if any(t.device.type != "cpu" for t in input_tensors):
+        if self._goes_inside([*output_tensors, *input_tensors]):
             return self._inner.alltoall(output_tensors, input_tensors, *args)
         flat = [
             t if t.is_contiguous() else torch.empty_like(t, memory_format=torch.contiguous_format)
@@ -241,11 +279,12 @@ class SmFreeGroup(dist.ProcessGroup):
                 if out is not copy:
                     out.copy_(copy)
 
-        return self._exchange(
-            Op.ALL_TO_ALL, [t.contiguous() for t in input_tensors], flat, list(output_tensors), finish
-        )
+        sends = [t.contiguous() for t in input_tensors]
+        return self._exchange(Op.ALL_TO_ALL, sends, flat, list(output_tensors), finish, waits=_waits(args))
 
-    def _gather(self, outputs: list[Tensor], mine: Tensor, result: Any, finish: Any = None) -> dist.Work:
+    def _gather(
+        self, outputs: list[Tensor], mine: Tensor, result: Any, finish: Any = None, *, waits: bool
+    ) -> dist.Work:
         if len(outputs) != self._size or any(o.numel() != mine.numel() or o.dtype != mine.dtype for o in outputs):
             raise ValueError(
                 f"all_gather needs {self._size} outputs like its input, {mine.numel()} {mine.dtype}, got "
@@ -260,7 +299,7 @@ class SmFreeGroup(dist.ProcessGroup):
             if finish is not None:
                 finish()
 
-        return self._exchange(Op.ALL_GATHER, [mine.contiguous()] * self._size, flat, result, copy_back)
+        return self._exchange(Op.ALL_GATHER, [mine.contiguous()] * self._size, flat, result, copy_back, waits=waits)
 
     def _split(self, x: Tensor, sizes: Sequence[int], what: str) -> list[Tensor]:
         """By rows, evenly where no sizes are given."""
@@ -275,9 +314,15 @@ class SmFreeGroup(dist.ProcessGroup):
             )
         return list(x.split(list(sizes)))
 
+    def _goes_inside(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether the inner group does it: for devices that we have no road for."""
+        return any(t.device.type != "cpu" for t in tensors) and not self._cuda.serves(tensors)
+
     def _exchange(
-        self, op: Op, sends: Sequence[Tensor], receives: Sequence[Tensor], result: Any, finish: Any
-    ) -> ExchangeWork:
+        self, op: Op, sends: Sequence[Tensor], receives: Sequence[Tensor], result: Any, finish: Any, *, waits: bool
+    ) -> dist.Work:
+        if sends[0].is_cuda:
+            return self._cuda.exchange(op, sends, receives, result, finish)
         exchange = Exchange(
             op,
             DTYPE_NUMBER[sends[0].dtype],
@@ -286,20 +331,11 @@ class SmFreeGroup(dist.ProcessGroup):
             finish or (lambda: None),
         )
         work = ExchangeWork(exchange, result, self._timeout_s)
-        self._engine.submit(exchange)
-        return work
-
-    def _by_gloo(self, x: Exchange) -> None:
-        """On the engine's thread, after all headers agreed; parts that came with the headers stay out."""
-        gloo.exchange(self._inner, self._rank, x.send, x.receive, over_bytes=INLINE_BYTES)
-
-    def _by_verbs(self, x: Exchange) -> None:
-        """On the engine's thread, after all headers agreed; parts that came with the headers stay out."""
-        assert self._verbs is not None
-        if x.op == Op.ALL_GATHER:
-            self._verbs.all_gather(x.receive)
+        if waits:
+            self._engine.run(exchange)
         else:
-            self._verbs.all_to_all(x.receive, x.send, over_bytes=INLINE_BYTES)
+            self._engine.submit(exchange)
+        return work
 
     # What the inner group does.
 
@@ -367,9 +403,11 @@ class SmFreeGroup(dist.ProcessGroup):
 
     def shutdown(self) -> None:
         self._engine.close()
+        self._cuda.close()
 
     def abort(self) -> None:
         self._engine.abort()
+        self._cuda.abort()
 
 
 def _create(options: Any, backend_options: Any) -> SmFreeGroup:
@@ -385,6 +423,17 @@ def _create(options: Any, backend_options: Any) -> SmFreeGroup:
     )
 
 
+def _waits(args: tuple[Any, ...]) -> bool:
+    """Whether the caller will do nothing but wait: `async_op=False`, as the options of an operation say it."""
+    return bool(args) and not getattr(args[0], "asyncOp", True)
+
+
+def _tell_all(store: Store, key: str, rank: int, size: int, mine: Any) -> list[Any]:
+    """What each rank tells, by rank; plain values."""
+    store.set(f"{key}{rank}", json.dumps(mine))
+    return [json.loads(store.get(f"{key}{r}")) for r in range(size)]
+
+
 def _bytes_of(t: Tensor) -> Tensor:
     return t.detach().reshape(-1).view(torch.uint8) if t.numel() else torch.empty(0, dtype=torch.uint8)
 
@@ -392,6 +441,7 @@ def _bytes_of(t: Tensor) -> Tensor:
 def _after_fork() -> None:
     """A forked child must not hold the sockets open: peers would not see this process end."""
     for group in list(_live):
+        group._cuda.after_fork()  # pyright: ignore[reportPrivateUsage]
         for s in group._mesh.sockets.values():  # pyright: ignore[reportPrivateUsage]
             s.close()
     _live.clear()

@@ -4,21 +4,33 @@ Within a host these are Unix sockets, which also pass file descriptors; between 
 that ends closes its sockets, so its peers learn of it at once, also while idle.
 """
 
+import contextlib
+import ctypes
 import errno
 import os
 import secrets
 import select
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Collection
 from datetime import timedelta
 
 from torch._C._distributed_c10d import Store
 
-from fs_comm.errors import CommError, CommTimeout, PeerLost
+from fs_comm.errors import CommError, CommTimeout, GroupClosed, PeerLost
 from fs_comm.wire import HEADER_BYTES, Header, Kind
 
 _KEEPALIVE_S = 5
+
+# Calls that never wait keep the interpreter: beside a busy main thread, getting it back takes 5 ms each time.
+_libc = ctypes.PyDLL(None, use_errno=True)
+_libc.send.restype = _libc.recv.restype = ctypes.c_ssize_t
+_libc.send.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_int)
+_libc.recv.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+Message = tuple[Header, bytes]
+"""With the payload."""
 
 
 class Mesh:
@@ -36,6 +48,10 @@ class Mesh:
         self.pids: list[int] = []
         self.sockets: dict[int, socket.socket] = {}
         self.departed: set[int] = set()
+        self._inbox: dict[int, deque[Message]] = {p: deque() for p in range(size) if p != rank}
+        self._unread: dict[int, bytearray] = {p: bytearray() for p in self._inbox}  # the beginning of a message
+        self._ended: dict[int, PeerLost] = {}  # nothing more will come of them
+        self._scratch = (ctypes.c_char * (64 << 10))()
         self._gone: dict[int, str] = {}  # kept after the sockets are closed
         self._is_closed = False
         self._connect(store, timeout_s)
@@ -84,43 +100,103 @@ class Mesh:
     def send(self, peer: int, header: Header, payload: bytes | memoryview = b"", *, timeout_s: float) -> None:
         """All of it, or an error; small enough that a socket's buffer takes it while the peer is busy."""
         s = self.sockets[peer]
+        data = header.pack() + bytes(payload)
+        sent = max(0, _libc.send(s.fileno(), data, len(data), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL))
+        if sent == len(data):
+            return
         s.settimeout(max(timeout_s, 0.001))
         try:
-            s.sendall(header.pack())
-            if len(payload):
-                s.sendall(payload)
+            s.sendall(data[sent:])
         except TimeoutError as error:
             raise CommTimeout(
                 f"{self.name_of(peer)} did not take a message in time: it is stopped, or not calling"
             ) from error
         except OSError as error:
+            self.read()  # it may have said why before it closed
             raise self._lost(peer) from error
 
-    def receive(self, peer: int, *, timeout_s: float) -> tuple[Header, bytes]:
-        """The peer's next message; FAILED and a closed socket are errors."""
-        s = self.sockets[peer]
-        s.settimeout(max(timeout_s, 0.001))
-        try:
-            header = Header.unpack(_exactly(s, HEADER_BYTES))
-            payload = _exactly(s, header.payload) if header.payload else b""
-        except TimeoutError as error:
-            raise CommTimeout(f"{self.name_of(peer)} stopped in the middle of a message") from error
-        except OSError as error:
-            raise self._lost(peer) from error
-        if header.kind == Kind.FAILED:
-            raise CommError(f"{self.name_of(peer)} gave the group up: {payload.decode(errors='replace')}")
-        if header.kind == Kind.BYE:
-            self.departed.add(peer)
-            raise PeerLost(f"{self.name_of(peer)} has shut its group down while others still use theirs")
-        return header, payload
+    def take(self, peer: int) -> Message | None:
+        """The peer's next message that was read already."""
+        inbox = self._inbox[peer]
+        return inbox.popleft() if inbox else None
 
-    def ready(self, peers: Iterable[int], *, timeout_s: float) -> list[int]:
-        """Those of `peers` that have something to say, or have gone; empty when the time is up."""
-        poll = select.poll()
-        by_fd = {self.sockets[p].fileno(): p for p in peers}
-        for fd in by_fd:
-            poll.register(fd, select.POLLIN)
-        return [by_fd[fd] for fd, _ in poll.poll(max(0.0, timeout_s) * 1000)]
+    def read(self) -> None:
+        """Everything that peers have sent, without waiting.
+
+        Raises:
+            CommError: One of them has given the group up.
+        """
+        if self._is_closed:
+            raise GroupClosed("the group was closed meanwhile")
+        for peer, s in self.sockets.items():
+            while peer not in self._ended:
+                n = _libc.recv(s.fileno(), self._scratch, len(self._scratch), socket.MSG_DONTWAIT)
+                code = ctypes.get_errno()
+                if n < 0 and code == errno.EINTR:
+                    continue
+                if n < 0 and code == errno.EAGAIN:
+                    break
+                if n <= 0:
+                    self._ended[peer] = self._lost(peer)
+                    if n < 0:
+                        self._gone[peer] = f"its connection broke: {os.strerror(code)}"
+                    break
+                self._unread[peer] += memoryview(self._scratch)[:n]
+                self._parse(peer)
+                if n < len(self._scratch):
+                    break
+
+    def wait(self, peers: Collection[int], *, timeout_s: float) -> bool:
+        """Until one of `peers` has a message to take; False when the time is up first.
+
+        Raises:
+            PeerLost: One of them that has no message left is gone, or has left.
+            CommError: Any peer has given the group up.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            self.read()
+            if any(self._inbox[p] for p in peers):
+                return True
+            self._must_be_there(peers)
+            poll = select.poll()
+            for peer, s in self.sockets.items():
+                if peer not in self._ended:
+                    poll.register(s.fileno(), select.POLLIN)
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                return False
+            poll.poll(left_s * 1000)
+
+    def check(self, peers: Collection[int]) -> None:
+        """Raises if one of `peers` is gone or has left, or if anyone has given the group up."""
+        self.read()
+        self._must_be_there(peers)
+
+    def _must_be_there(self, peers: Collection[int]) -> None:
+        for peer in peers:
+            if peer in self._ended:
+                raise self._ended[peer]
+
+    def _parse(self, peer: int) -> None:
+        unread = self._unread[peer]
+        start = 0
+        while len(unread) - start >= HEADER_BYTES:
+            header = Header.unpack(bytes(unread[start : start + HEADER_BYTES]))
+            stop = start + HEADER_BYTES + header.payload
+            if len(unread) < stop:
+                break
+            payload = bytes(unread[start + HEADER_BYTES : stop])
+            start = stop
+            if header.kind == Kind.FAILED:
+                raise CommError(f"{self.name_of(peer)} gave the group up: {payload.decode(errors='replace')}")
+            if header.kind == Kind.BYE:
+                self.departed.add(peer)
+                text = f"{self.name_of(peer)} has shut its group down while others still use theirs"
+                self._ended[peer] = PeerLost(text)
+            else:
+                self._inbox[peer].append((header, payload))
+        del unread[:start]
 
     def lost(self) -> dict[int, str]:
         """Peers whose process has ended without a goodbye, or is stopped on this host; with the reason.
@@ -141,20 +217,6 @@ class Mesh:
         stopped = {p for p in self.sockets if self.hosts[p] == self.host and _is_stopped(self.pids[p])}
         return {p: "its process is stopped, by a signal or a debugger" for p in stopped} | self._gone
 
-    def check(self) -> None:
-        """Raises what the streams tell of peers that have gone or given up; takes nothing else from them."""
-        for peer, s in self.sockets.items():
-            try:
-                peek = _peek(s)
-            except OSError as error:
-                raise self._lost(peer) from error
-            if peek is None:
-                continue
-            if not peek:
-                raise self._lost(peer)
-            if len(peek) == HEADER_BYTES and Header.unpack(peek).kind == Kind.FAILED:
-                self.receive(peer, timeout_s=1.0)  # raises, with the reason
-
     def close(self, goodbye: Header | None, payload: bytes = b"") -> None:
         """Says why, without waiting, and closes all sockets."""
         self.lost()
@@ -166,6 +228,8 @@ class Mesh:
                     s.sendall(goodbye.pack() + payload)
                 except OSError:
                     pass  # gone before us
+            with contextlib.suppress(OSError):
+                s.shutdown(socket.SHUT_RDWR)  # else another thread of ours that polls would not notice
             s.close()
 
     def _lost(self, peer: int) -> PeerLost:
@@ -216,7 +280,12 @@ def _is_stopped(pid: int) -> bool:
 
 
 def _host() -> str:
-    """The same for processes that share memory and Unix sockets: machine, boot and network namespace."""
+    """The same for processes that share memory and Unix sockets: machine, boot, network and process namespaces.
+
+    `FS_COMM_HOST` names it instead: processes of one machine with other names are taken for other hosts.
+    """
+    if name := os.environ.get("FS_COMM_HOST"):
+        return name
     try:
         with open("/proc/sys/kernel/random/boot_id") as f:
             boot = f.read().strip()

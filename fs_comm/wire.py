@@ -12,10 +12,11 @@ _MAGIC = b"FSC1"
 
 
 class Kind(IntEnum):
-    DATA = 1  # an operation's part for the receiver: inline, or at an address, or in shared memory
-    DONE = 2  # the receiver has taken it
+    DATA = 1  # an operation begins: the part for the receiver is here, or at an address, or comes another way
+    DONE = 2  # the sender has taken the receiver's part, or the next slot of it
     FAILED = 3  # the sender has given the group up; the payload says why
     BYE = 4  # the sender leaves in good order
+    FILLED = 5  # the sender has filled its next slot of shared memory for the receiver
 
 
 class Op(IntEnum):

@@ -5,8 +5,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from fs_comm.engine import Exchange
 from fs_comm.errors import CommTimeout
+from fs_comm.exchange import Exchange
 
 
 class ExchangeWork(dist.Work):

@@ -57,12 +57,18 @@ def all_gather(
     Raises:
         PeerLost, CommTimeout: see `exchange`.
     """
+    sends, receives = ring_flows(rank, blocks)
+    exchange(transport, sends, receives, timeout_s=timeout_s, check=check)
+
+
+def ring_flows(rank: int, blocks: Sequence[Tensor]) -> tuple[list[Flow], list[Flow]]:
+    """What `all_gather` sends and receives."""
     sends: list[Flow] = []
     receives: list[Flow] = []
     for k, step in enumerate(ring_all_gather(rank, len(blocks))):
         sends.append(Flow(step.send_to, blocks[step.send_block], after=receives[k - 1] if k else None))
         receives.append(Flow(step.receive_from, blocks[step.receive_block]))
-    exchange(transport, sends, receives, timeout_s=timeout_s, check=check)
+    return sends, receives
 
 
 def all_to_all(
@@ -103,11 +109,7 @@ def exchange(
     deadline = time.monotonic() + timeout_s
     sends, receives = [f for f in sends if f.left], [f for f in receives if f.left]
     while sends or receives:
-        moved = False
-        for flow in _first_of_each_peer(sends):
-            moved |= _send(transport.links[flow.peer], flow)
-        for flow in _first_of_each_peer(receives):
-            moved |= _receive(transport.links[flow.peer], flow)
+        moved = move(transport, sends, receives)
         sends, receives = [f for f in sends if f.left], [f for f in receives if f.left]
         if not moved:
             _check_still_there(transport, receives)
@@ -117,6 +119,16 @@ def exchange(
                 raise CommTimeout(f"verbs: not done within {timeout_s} s: {_describe(transport, sends, receives)}")
             transport.wait(left_s)
         transport.progress()
+
+
+def move(transport: VerbsTransport, sends: Sequence[Flow], receives: Sequence[Flow]) -> bool:
+    """What can be moved without waiting; whether anything was. The transport is to make progress between two calls."""
+    moved = False
+    for flow in _first_of_each_peer([f for f in sends if f.left]):
+        moved |= _send(transport.links[flow.peer], flow)
+    for flow in _first_of_each_peer([f for f in receives if f.left]):
+        moved |= _receive(transport.links[flow.peer], flow)
+    return moved
 
 
 def _first_of_each_peer(flows: Sequence[Flow]) -> list[Flow]:

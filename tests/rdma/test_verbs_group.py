@@ -84,4 +84,5 @@ def use_a_wrong_gid(rank: int, store: Any) -> str:
 
 def test_a_wrong_gid_is_told_by_all_ranks_when_the_group_is_made(any_binding: list[str]):
     for text in run(use_a_wrong_gid, 2):
-        assert "no transport of ['verbs'] serves these ranks: verbs: GID index 77 is not in use" in text
+        assert "no transport of ['verbs'] serves ranks 0 and 1 of the group: verbs: rank 0" in text
+        assert "GID index 77 is not in use" in text
