@@ -216,6 +216,11 @@ class CudaEngine:
         self._failed = self._failed or GroupClosed("the group was aborted")
         self.close()
 
+    def close_sockets(self) -> None:
+        """In a forked child: peers would not see this process end."""
+        for s in self._mesh.sockets.values():
+            s.close()
+
     # On the engine's thread.
 
     def _watch(self) -> None:
@@ -349,11 +354,12 @@ class CudaEngine:
             self._failed = error
         jobs = list(self._under_way)
         self._own.fail(f"{jobs[0]}: {self._failed}")
+        for job in jobs:  # before streams go on without their bytes
+            job.error = job.error or self._failed
         while not all(self._is_dry(job) for job in jobs):
             self._release(jobs)
             time.sleep(0.001)
         for job in jobs:
-            job.error = job.error or self._failed
             job.given.set()
             job.on_given()
 

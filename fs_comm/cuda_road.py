@@ -1,0 +1,147 @@
+"""A group's exchanges of CUDA tensors: makes the engine at the first, or finds why the ranks cannot have one."""
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+
+from fs_comm.cuda_copies import CudaCopies
+from fs_comm.cuda_engine import CudaEngine
+from fs_comm.cuda_work import CudaWork
+from fs_comm.driver import DriverError
+from fs_comm.errors import GroupClosed
+from fs_comm.mesh import Mesh
+from fs_comm.staging import Layout, Region, share
+from fs_comm.wire import DTYPE_NUMBER, Op
+
+STAGING_BYTES = 48 << 20
+"""Of a rank, about; every rank of the host registers every rank's."""
+NUM_SLOTS = 4
+MAX_SLOT_BYTES = 4 << 20
+"""Small copies of others wait for one chunk in the copy engine; a chunk of 4 MiB takes 80 µs at 55 GB/s."""
+
+
+class CudaRoad:
+    """Made by every rank of the group; nothing happens before the first CUDA tensor, which every rank must bring."""
+
+    def __init__(self, store: Store, rank: int, size: int, *, timeout_s: float, name_of: Callable[[int], str]) -> None:
+        self._make = (store, rank, size, timeout_s, name_of)
+        self._starting = threading.Lock()
+        self._engine: CudaEngine | None = None
+        self._copies: CudaCopies | None = None
+        self._closed = False
+        self.why_not: str | None = None
+        """Why CUDA tensors go to the inner group; None where they do not, or that is not known yet."""
+
+    @property
+    def mode(self) -> str:
+        """`"streams wait"` or `"thread waits"`, `"inner"` where the engine cannot serve, `"unused"` before."""
+        if self._copies is None:
+            return "inner" if self.why_not else "unused"
+        return "streams wait" if self._copies.stream_waits else "thread waits"
+
+    def serves(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether these, of which one is on no CPU, are exchanged here; the first call waits for all ranks."""
+        devices = {t.device for t in tensors}
+        if len(devices) > 1:
+            raise ValueError(f"all tensors of an operation must be on one device, got {sorted(map(str, devices))}")
+        (device,) = devices
+        if device.type != "cuda":
+            return False
+        with self._starting:
+            if self._closed:
+                raise GroupClosed("the group was shut down; make a new one")
+            if self._engine is None and self.why_not is None:
+                self._start(device)
+        if self._copies is not None and self._copies.device != device:
+            raise ValueError(f"a group exchanges tensors of one device, {self._copies.device} so far; got {device}")
+        return self._engine is not None
+
+    def _start(self, device: torch.device) -> None:
+        store, rank, size, timeout_s, name_of = self._make
+        mesh = Mesh(store, rank, size, timeout_s=timeout_s, name_of=name_of)
+        if len(set(mesh.hosts)) > 1:
+            mesh.close(None)
+            self.why_not = "the ranks are on several hosts"
+            return
+        layout = layout_for(size)
+        regions = share(layout, rank, mesh.sockets, timeout_s)
+        # None: try. With "0" a thread looks at memory in place of the streams, on this rank alone.
+        copies = CudaCopies(device, stream_waits=False if os.environ.get("FS_COMM_STREAM_WAITS") == "0" else None)
+        store.set(f"registered{rank}", _register(copies, regions))
+        store.wait([f"registered{r}" for r in range(size)], timedelta(seconds=timeout_s))
+        reasons = [store.get(f"registered{r}").decode() for r in range(size)]
+        if any(reasons):
+            self.why_not = "; ".join(f"{name_of(r)}: {why}" for r, why in enumerate(reasons) if why)
+            mesh.close(None)
+            copies.close()
+            for region in regions:
+                region.close()
+            return
+        self._copies = copies
+        self._engine = CudaEngine(mesh, layout, regions, copies, timeout_s=timeout_s)
+
+    def exchange(
+        self,
+        op: Op,
+        sends: Sequence[Tensor],
+        receives: Sequence[Tensor],
+        result: Any,
+        finish: Callable[[], None] | None,
+    ) -> CudaWork:
+        """As `CudaEngine.submit`, for tensors that `serves` has seen."""
+        engine, copies = self._engine, self._copies
+        assert engine is not None
+        assert copies is not None
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("an exchange with other processes cannot be captured into a CUDA graph")
+
+        def finish_on_copies() -> None:
+            with torch.cuda.stream(copies.takes):
+                if finish is not None:
+                    finish()
+
+        with torch.cuda.device(copies.device):
+            job = engine.submit(
+                op, DTYPE_NUMBER[sends[0].dtype], sends, receives, finish_on_copies if finish is not None else None
+            )
+            return CudaWork(engine, job, result, copies.device)
+
+    def close(self) -> None:
+        with self._starting:
+            self._closed = True
+        if self._engine is not None:
+            self._engine.close()
+
+    def abort(self) -> None:
+        with self._starting:
+            self._closed = True
+        if self._engine is not None:
+            self._engine.abort()
+
+    def after_fork(self) -> None:
+        """A forked child must not hold the sockets open."""
+        if self._engine is not None:
+            self._engine.close_sockets()
+
+
+def layout_for(size: int) -> Layout:
+    """As many slots in a lane as keep both copy engines busy, of equal size, within the bound for all lanes."""
+    share_of_slot = STAGING_BYTES // (NUM_SLOTS * (size + 1))
+    slot_bytes = max(64 << 10, min(MAX_SLOT_BYTES, share_of_slot // (64 << 10) * (64 << 10)))
+    return Layout(size, slot_bytes, NUM_SLOTS)
+
+
+def _register(copies: CudaCopies, regions: list[Region]) -> str:
+    """Empty, or what went wrong."""
+    try:
+        for region in regions:
+            copies.register(region.address, region.layout.num_bytes, region.layout.scratch)
+    except DriverError as error:
+        return str(error)
+    return ""
