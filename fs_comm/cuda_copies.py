@@ -5,6 +5,9 @@ from torch import Tensor
 
 from fs_comm import driver
 
+_idle_streams: dict[torch.device, list[tuple[int, int]]] = {}
+"""Of groups that are gone. Streams are never destroyed: the allocator may still ask them about tensors they used."""
+
 
 class CudaCopies:
     """One stream for what goes to the host, one for what comes from it.
@@ -18,39 +21,39 @@ class CudaCopies:
         with torch.cuda.device(device):
             torch.cuda.Event().record()  # a thread has no context before its first call
             self._context = driver.current_context()
-            self._put, self._take = driver.new_stream(), driver.new_stream()
+            idle = _idle_streams.setdefault(device, [])
+            self._put, self._take = idle.pop() if idle else (driver.new_stream(), driver.new_stream())
         self._puts = torch.cuda.ExternalStream(self._put, device)
         self.takes = torch.cuda.ExternalStream(self._take, device)
         self.stream_waits = bool(stream_waits)
-        self._registered: dict[int, tuple[int, int]] = {}
+        self._registered: list[int] = []
         self._try_waits = stream_waits is None
 
     def use_in_thread(self) -> None:
         torch.cuda.set_device(self.device)
         driver.set_context(self._context)
 
-    def register(self, address: int, num_bytes: int, word: int) -> None:
-        """Pins memory at `address`; the word at offset `word` in it may be used to try whether streams can wait."""
+    def register(self, address: int, num_bytes: int, word: int) -> int:
+        """Pins memory at `address`, and returns where the device sees it.
+
+        The word at offset `word` in it may be used to try whether streams can wait.
+        """
         with torch.cuda.device(self.device):
-            self._registered[address] = (num_bytes, driver.register(address, num_bytes))
+            seen = driver.register(address, num_bytes)
+            self._registered.append(address)
             if self._try_waits:
                 self._try_waits = False
-                self.stream_waits = self._can_wait(address + word)
+                self.stream_waits = self._can_wait(seen + word)
+        return seen
 
-    def _can_wait(self, address: int) -> bool:
+    def _can_wait(self, word: int) -> bool:
         try:
-            driver.write(self._put, self._seen_by_device(address), 0)
-            driver.wait_until_at_least(self._put, self._seen_by_device(address), 0)
+            driver.write(self._put, word, 0)
+            driver.wait_until_at_least(self._put, word, 0)
             self._puts.synchronize()
         except driver.DriverError:
             return False
         return True
-
-    def _seen_by_device(self, address: int) -> int:
-        for start, (num_bytes, device) in self._registered.items():
-            if start <= address < start + num_bytes:
-                return device + address - start
-        raise ValueError(f"address {address:#x} is not in registered memory")
 
     def mark_caller(self) -> torch.cuda.Event:
         """What the caller's stream has been given so far, in `begin`'s terms."""
@@ -85,15 +88,16 @@ class CudaCopies:
         tensor.record_stream(self._puts)
         tensor.record_stream(self.takes)
 
-    def wait_until_at_least(self, address: int, count: int, *, puts: bool) -> None:
-        driver.wait_until_at_least(self._put if puts else self._take, self._seen_by_device(address), count)
+    def wait_until_at_least(self, word: int, count: int, *, puts: bool) -> None:
+        """`word`: its address as the device sees it, here and below."""
+        driver.wait_until_at_least(self._put if puts else self._take, word, count)
 
-    def wait_until_equal(self, address: int, value: int, *, puts: bool) -> None:
-        driver.wait_until_equal(self._put if puts else self._take, self._seen_by_device(address), value)
+    def wait_until_equal(self, word: int, value: int, *, puts: bool) -> None:
+        driver.wait_until_equal(self._put if puts else self._take, word, value)
 
-    def write(self, address: int, value: int, *, puts: bool) -> None:
+    def write(self, word: int, value: int, *, puts: bool) -> None:
         """Once the copies of that direction so far are done."""
-        driver.write(self._put if puts else self._take, self._seen_by_device(address), value)
+        driver.write(self._put if puts else self._take, word, value)
 
     def close(self) -> None:
         with torch.cuda.device(self.device):
@@ -101,6 +105,5 @@ class CudaCopies:
             self._puts.synchronize()
             for address in self._registered:
                 driver.unregister(address)
-            driver.destroy_stream(self._put)
-            driver.destroy_stream(self._take)
         self._registered.clear()
+        _idle_streams[self.device].append((self._put, self._take))

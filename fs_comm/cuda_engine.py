@@ -40,6 +40,8 @@ class Copies(Protocol):
     """What the engine asks of `CudaCopies`."""
 
     @property
+    def takes(self) -> Any: ...
+    @property
     def stream_waits(self) -> bool: ...
     def use_in_thread(self) -> None: ...
     def mark_caller(self) -> Any: ...
@@ -49,9 +51,9 @@ class Copies(Protocol):
     def mark(self, *, puts: bool) -> Event: ...
     def end(self) -> Event: ...
     def keep(self, tensor: Tensor) -> None: ...
-    def wait_until_at_least(self, address: int, count: int, *, puts: bool) -> None: ...
-    def wait_until_equal(self, address: int, value: int, *, puts: bool) -> None: ...
-    def write(self, address: int, value: int, *, puts: bool) -> None: ...
+    def wait_until_at_least(self, word: int, count: int, *, puts: bool) -> None: ...
+    def wait_until_equal(self, word: int, value: int, *, puts: bool) -> None: ...
+    def write(self, word: int, value: int, *, puts: bool) -> None: ...
     def close(self) -> None: ...
 
 
@@ -170,27 +172,27 @@ class CudaEngine:
             region, word = self._regions[peer], layout.signature(self.rank, job.sequence)
             expected = job.views[peer].signature_of_peer()
             if region.word(word) != expected:
-                copies.wait_until_equal(region.address + word, expected, puts=False)
+                copies.wait_until_equal(region.device_address + word, expected, puts=False)
         for step in job.steps:
             if isinstance(step, Put):
                 count = self._planner.must_be_taken(step)
                 for reader in self._planner.readers(step.lane) if count else ():
                     word = layout.taken(step.lane, reader)
                     if not self._own.reached(word, count):
-                        copies.wait_until_at_least(self._own.address + word, count, puts=True)
+                        copies.wait_until_at_least(self._own.device_address + word, count, puts=True)
                 self._put(job, step)
-                copies.write(self._own.address + layout.ready(step.lane), step.number + 1, puts=True)
+                copies.write(self._own.device_address + layout.ready(step.lane), step.number + 1, puts=True)
             else:
                 region, word = self._regions[step.owner], layout.ready(step.lane)
                 if not region.reached(word, step.number + 1):
-                    copies.wait_until_at_least(region.address + word, step.number + 1, puts=False)
+                    copies.wait_until_at_least(region.device_address + word, step.number + 1, puts=False)
                 self._take(job, step)
-                copies.write(region.address + layout.taken(step.lane, self.rank), step.number + 1, puts=False)
+                copies.write(region.device_address + layout.taken(step.lane, self.rank), step.number + 1, puts=False)
         if job.finish is not None:
             job.finish()
         event = copies.end()
-        copies.write(self._own.address + Layout.done, job.sequence, puts=False)
-        for tensor in {t.data_ptr(): t for t in [*job.sends, *job.receives]}.values():
+        copies.write(self._own.device_address + Layout.done, job.sequence, puts=False)
+        for tensor in {t.untyped_storage().data_ptr(): t for t in [*job.sends, *job.receives]}.values():
             copies.keep(tensor)
         job.sends = job.receives = ()
         job.event = event
@@ -247,6 +249,8 @@ class CudaEngine:
         """Returns when all copies are done and all ranks agreed; in the mode without waiting streams, does them."""
         if not self.copies.stream_waits:
             self._by_thread(job)
+        else:
+            time.sleep(_WATCH_S)  # the caller wants the interpreter now, and most exchanges need no more
         while not (job.given.is_set() and job.event is not None and job.event.query()):
             self._look_after(job)
             time.sleep(_WATCH_S)

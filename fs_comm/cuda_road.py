@@ -141,7 +141,7 @@ def _register(copies: CudaCopies, regions: list[Region]) -> str:
     """Empty, or what went wrong."""
     try:
         for region in regions:
-            copies.register(region.address, region.layout.num_bytes, region.layout.scratch)
+            region.device_address = copies.register(region.address, region.layout.num_bytes, Layout.scratch)
     except DriverError as error:
         return str(error)
     return ""

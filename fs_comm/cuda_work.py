@@ -18,11 +18,8 @@ class CudaWork(dist.Work):
     def __init__(self, engine: CudaEngine, job: Job, result: Any, device: torch.device) -> None:
         super().__init__()
         self._engine, self._job, self._result, self._device = engine, job, result, device
-        self._future: torch.futures.Future[Any] = torch.futures.Future(devices=[device])
+        self._future: torch.futures.Future[Any] | None = None
         self._settling = threading.Lock()
-        job.on_given = self._settle
-        if job.given.is_set():
-            self._settle()
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """The current stream waits; with a timeout the caller too, until all is done.
@@ -58,16 +55,23 @@ class CudaWork(dist.Work):
         return self._result
 
     def get_future(self) -> "torch.futures.Future[Any]":  # pyright: ignore
+        """Done once the copies are given to the streams; whoever waits for it, waits with the current stream."""
+        with self._settling:
+            if self._future is not None:
+                return self._future
+            self._future = torch.futures.Future(devices=[self._device])
+        self._job.on_given = self._settle
+        if self._job.given.is_set():
+            self._settle()
         return self._future
 
     def _settle(self) -> None:
+        assert self._future is not None
         with self._settling:
             if self._future.done():
                 return
             if self._job.error is not None:
                 self._future.set_exception(self._job.error)  # pyright: ignore[reportArgumentType]
                 return
-            stream = torch.cuda.Stream(self._device)
-            stream.wait_event(self._job.event)  # pyright: ignore[reportArgumentType]
-            with torch.cuda.stream(stream):
+            with torch.cuda.stream(self._engine.copies.takes):
                 self._future.set_result(self._result)

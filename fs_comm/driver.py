@@ -17,7 +17,6 @@ _ARGUMENTS = {
     "cuCtxGetCurrent": (ctypes.POINTER(ctypes.c_void_p),),
     "cuCtxSetCurrent": (ctypes.c_void_p,),
     "cuStreamCreate": (ctypes.POINTER(ctypes.c_void_p), ctypes.c_uint),
-    "cuStreamDestroy_v2": (ctypes.c_void_p,),
     "cuMemHostRegister_v2": (ctypes.c_void_p, _Size, ctypes.c_uint),
     "cuMemHostUnregister": (ctypes.c_void_p,),
     "cuMemHostGetDevicePointer_v2": (ctypes.POINTER(_Pointer), ctypes.c_void_p, ctypes.c_uint),
@@ -78,10 +77,6 @@ def new_stream() -> int:
     _call("cuStreamCreate", ctypes.byref(stream), _NON_BLOCKING_STREAM)
     assert stream.value is not None
     return stream.value
-
-
-def destroy_stream(stream: int) -> None:
-    _call("cuStreamDestroy_v2", stream)
 
 
 def register(address: int, num_bytes: int) -> int:

@@ -15,8 +15,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
-
 from fs_comm.errors import CommError
 from fs_comm.wire import DTYPE_NAME, Op
 
@@ -114,11 +112,13 @@ class Region:
         self.layout = layout
         self._map = mmap.mmap(fd, layout.num_bytes)
         self._bytes = (ctypes.c_char * layout.num_bytes).from_buffer(self._map)
-        self._words = np.frombuffer(self._map, np.uint32, layout.slot(0, 0) // 4)
+        self._words = memoryview(self._map)[: layout.slot(0, 0)].cast("I")
         self.address = ctypes.addressof(self._bytes)
+        self.device_address = 0
+        """Where the device sees it, once it is registered."""
 
     def word(self, offset: int) -> int:
-        return int(self._words[offset // 4])
+        return self._words[offset // 4]
 
     def set_word(self, offset: int, value: int) -> None:
         self._words[offset // 4] = value & WORD
@@ -152,7 +152,8 @@ class Region:
         return bytes(self._map[at + 4 : at + 4 + length]).decode(errors="replace")
 
     def close(self) -> None:
-        del self._bytes, self._words
+        self._words.release()
+        del self._bytes
         self._map.close()
 
 

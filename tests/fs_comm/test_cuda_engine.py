@@ -38,7 +38,7 @@ class Done:
 class HostCopies:
     """`CudaCopies` where the device is the host, and every copy is done at once."""
 
-    stream_waits = False
+    stream_waits, takes = False, None
 
     def use_in_thread(self) -> None: ...
     def mark_caller(self) -> None: ...
@@ -57,7 +57,7 @@ class HostCopies:
     def end(self) -> Done:
         return Done()
 
-    def wait_until_at_least(self, address: int, count: int, *, puts: bool) -> None:
+    def wait_until_at_least(self, word: int, count: int, *, puts: bool) -> None:
         raise AssertionError("streams of the host do not wait")
 
     wait_until_equal = write = wait_until_at_least
