@@ -14,9 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fs_kernels._launch import jit, launch
+
 _TILE = 16384  # bytes: amortises the search, and still fills the processors with a few megabytes
 _LANES = 1024  # words in flight in a program: more spill registers
 _WARPS = 4
+_BLOCK = 128
 _TILES_SEARCHED_BEFORE = 2048  # from here on a launch that finds each tile's rows costs less than a search in each tile
 
 
@@ -101,17 +104,16 @@ def _copy_words(
             tl.store(there, tl.load(here, real, other=0), real)
 
 
-# A single row, known when compiling, would fold the search away, and crash Triton 3.6.
-@triton.jit(do_not_specialize=["packed", "num_rows", "num_bytes"], do_not_specialize_on_alignment=["SCALE"])
+@jit
 def _copy_kernel(
-    packed, ends, starts, sizes, tile_rows, num_rows, num_bytes, SCALE,
+    packed: tl.int64, ends, starts, sizes, tile_rows, num_rows: tl.int64, num_bytes: tl.int64, SCALE: tl.int64,
     WORDS: tl.constexpr, TILE: tl.constexpr, LANES: tl.constexpr, PACK: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0).to(tl.int64) * TILE
-    stop = tl.minimum(first + TILE, tl.full((), 0, tl.int64) + num_bytes)
+    stop = tl.minimum(first + TILE, num_bytes)
     if tile_rows is None:
-        row = last_at_or_before(ends, tl.full((), 0, tl.int64), tl.full((), 0, tl.int64) + num_rows, first // SCALE)
-        last = last_at_or_before(ends, row, tl.full((), 0, tl.int64) + num_rows, (stop - 1) // SCALE)
+        row = last_at_or_before(ends, tl.full((), 0, tl.int64), num_rows, first // SCALE)
+        last = last_at_or_before(ends, row, num_rows, (stop - 1) // SCALE)
     else:
         row = tl.load(tile_rows + tl.program_id(0))
         last = tl.load(tile_rows + tl.program_id(0) + 1)
@@ -124,14 +126,17 @@ def _copy_kernel(
                 _copy_words(packed, ends, starts, sizes, row, last, first, stop, SCALE, WORDS[i], LANES, PACK)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_bytes", "num_tiles"])
-def _tile_rows_kernel(ends, tile_rows, num_rows, num_bytes, num_tiles, SCALE, TILE: tl.constexpr, BLOCK: tl.constexpr):
+@jit
+def _tile_rows_kernel(
+    ends, tile_rows, num_rows: tl.int64, num_bytes: tl.int64, num_tiles: tl.int64, SCALE: tl.int64,
+    TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """The row of each tile's first byte, and that of the last byte of all."""
     tile = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # (BLOCK,)
     live = tile <= num_tiles
-    x = tl.minimum(tile * TILE, tl.full((), -1, tl.int64) + num_bytes) // SCALE
+    x = tl.minimum(tile * TILE, num_bytes - 1) // SCALE
     row = tl.zeros((BLOCK,), tl.int64)
-    width = tl.full((), -1, tl.int64) + num_rows
+    width = num_rows - 1
     while width > 0:
         half = (width + 1) // 2
         later = live & (row + half < num_rows)
@@ -156,12 +161,20 @@ def copy_rows(
     tile_rows = None
     if num_tiles >= _TILES_SEARCHED_BEFORE:
         tile_rows = ends.new_empty(num_tiles + 1)
-        grid = (triton.cdiv(num_tiles + 1, 128),)
-        _tile_rows_kernel[grid](
-            ends, tile_rows, len(starts), num_bytes, num_tiles, scale, TILE=_TILE, BLOCK=128, num_warps=4
+        launch(
+            _tile_rows_kernel,
+            triton.cdiv(num_tiles + 1, _BLOCK),
+            (ends, tile_rows, len(starts), num_bytes, num_tiles, scale),
+            (_TILE, _BLOCK),
+            device=packed.device,
         )
     words = (narrowest,) if sizes is None else tuple(w for w in (1, 2, 4, 8, 16) if w >= narrowest)
-    _copy_kernel[(num_tiles,)](
-        packed.data_ptr(), ends, starts, sizes, tile_rows, len(starts), num_bytes, scale,
-        WORDS=words, TILE=_TILE, LANES=_LANES, PACK=pack, num_warps=_WARPS,
-    )  # fmt: skip
+    launch(
+        _copy_kernel,
+        num_tiles,
+        (packed.data_ptr(), ends, starts, sizes, tile_rows, len(starts), num_bytes, scale),
+        (words, _TILE, _LANES, pack),
+        device=packed.device,
+        variant=(sizes is None, tile_rows is None),
+        num_warps=_WARPS,
+    )

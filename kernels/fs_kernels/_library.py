@@ -1,12 +1,14 @@
 """Operations as torch sees them: registered with the dispatcher, so that `torch.compile` and autograd know them.
 
-Registered through `torch.library.Library` rather than `custom_op`, whose checks cost several microseconds a call.
+Registered through `torch.library.Library` rather than `custom_op`, whose checks cost several microseconds a call; and
+where nothing that the dispatcher is for is at work, it is left out, since it costs as much as a kernel's launch.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 _LIBRARY = torch.library.Library("fs_kernels", "DEF")
 
@@ -27,6 +29,9 @@ def register(
         fake: The same for tensors without data: returns empty outputs of the right shape, dtype and device.
         backward: `backward(ctx, *grads)` returns a gradient, or None, for each argument.
         setup_context: `setup_context(ctx, inputs, output)` saves what `backward` needs.
+
+    Returns:
+        A function that takes what `run` does.
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -34,4 +39,18 @@ def register(
     torch.library.register_fake(f"fs_kernels::{name}", fake, lib=_LIBRARY)
     if backward is not None:
         torch.library.register_autograd(f"fs_kernels::{name}", backward, setup_context=setup_context, lib=_LIBRARY)
-    return getattr(torch.ops.fs_kernels, name).default
+    op = getattr(torch.ops.fs_kernels, name).default
+
+    def call(*args: Any) -> Any:
+        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or not all(map(_is_plain, args)):  # pyright: ignore[reportPrivateUsage]
+            return op(*args)
+        return run(*args)
+
+    return call
+
+
+def _is_plain(x: Any) -> bool:
+    """Whether neither autograd nor a subclass of Tensor, such as those without data, has a part in `x`."""
+    if isinstance(x, Tensor):
+        return type(x) is Tensor and not x.requires_grad
+    return not isinstance(x, list) or all(map(_is_plain, x))

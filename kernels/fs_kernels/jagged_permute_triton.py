@@ -9,23 +9,24 @@ import triton.language as tl
 from torch import Tensor
 
 from fs_kernels._copy_triton import copy_rows
+from fs_kernels._launch import jit, launch
 from fs_kernels._words import narrowest_word, value_bytes
 
 _BLOCK = 1024
 _ONE_PROGRAM = 16 * _BLOCK  # up to here one program adds up all lengths, which saves a launch
 
 
-@triton.jit(do_not_specialize=["address", "M", "num_outer"])
+@jit
 def _plan_kernel(
-    address, offsets, index, ends, starts, M, num_outer, SCALE,
+    address: tl.int64, offsets, index, ends, starts, M: tl.int64, num_outer: tl.int64, SCALE: tl.int64,
     TRANSPOSE: tl.constexpr, ADD_UP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each row's address, and in `ends[m + 1]` its length, or with ADD_UP the sum of its length and those before."""
     if ADD_UP:
-        begin = tl.full((), 0, tl.int32)
-        stop = begin + M
+        begin = M * 0
+        stop = M
     else:
-        begin = tl.program_id(0) * BLOCK
+        begin = tl.program_id(0).to(tl.int64) * BLOCK
         stop = begin + 1
     total = tl.full((), 0, tl.int64)
     for first in range(begin, stop, BLOCK):
@@ -56,10 +57,14 @@ def _plan(
     """
     ends, starts = offsets.new_empty(num_rows + 1), offsets.new_empty(num_rows)
     add_up = num_rows <= _ONE_PROGRAM
-    _plan_kernel[(1 if add_up else triton.cdiv(num_rows, _BLOCK),)](
-        values.data_ptr(), offsets, index, ends, starts, num_rows, num_outer, value_bytes(values),
-        TRANSPOSE=index is None, ADD_UP=add_up, BLOCK=_BLOCK,
-    )  # fmt: skip
+    launch(
+        _plan_kernel,
+        1 if add_up else triton.cdiv(num_rows, _BLOCK),
+        (values.data_ptr(), offsets, index, ends, starts, num_rows, num_outer, value_bytes(values)),
+        (index is None, add_up, _BLOCK),
+        device=values.device,
+        variant=(None if index is None else index.dtype,),
+    )
     if not add_up:
         torch.cumsum(ends, 0, out=ends)
     return ends, starts

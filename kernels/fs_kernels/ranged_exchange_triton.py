@@ -15,9 +15,11 @@ import triton.language as tl
 from torch import Tensor
 
 from fs_kernels._copy_triton import copy_rows
+from fs_kernels._launch import jit, launch
 from fs_kernels._words import narrowest_word, value_bytes
 
 _BLOCK = 256
+_PLACED_BY_ONE = 1 << 14  # sections: up to here one program adds them up, which saves launches
 _COLUMNS = 32  # taken by one launch: every one is an argument, and code of its own
 
 
@@ -42,13 +44,15 @@ def _remainder(form):
     return (form >> 4) & 15
 
 
-@triton.jit(do_not_specialize=["n", "B", "first_key"])
-def _lengths_kernel(offsets, forms, index, ends, n, B, first_key, C: tl.constexpr, BLOCK: tl.constexpr):
+@jit
+def _lengths_kernel(
+    offsets, forms, index, ends, n: tl.int64, B: tl.int64, first_key: tl.int64, C: tl.constexpr, BLOCK: tl.constexpr
+):
     """`ends[f, j + 1]` becomes the number of values of key f of sample `index[j]`."""
     j = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = j < n
     sample = tl.load(index + j, live, other=0)
-    line = ends + (tl.full((), 1, tl.int64) + n) * first_key
+    line = ends + (n + 1) * first_key
     for c in tl.static_range(C):
         row = offsets[c] + sample
         for _ in range(_num_keys(forms[c])):
@@ -59,41 +63,88 @@ def _lengths_kernel(offsets, forms, index, ends, n, B, first_key, C: tl.constexp
             row += B
 
 
-@triton.jit(do_not_specialize=["n", "B", "R", "F", "first_key"])
+@triton.jit
+def _padded(num_bytes):
+    return (num_bytes + 15) // 16 * 16
+
+
+@jit
 def _sections_kernel(
-    offsets, addresses, forms, ends, bounds, cuts, starts, sizes, n, B, R, F, first_key,
-    C: tl.constexpr, BLOCK: tl.constexpr,
+    offsets, addresses, forms, ends, bounds, given, blocks, cuts, starts, sizes,
+    n: tl.int64, B: tl.int64, R: tl.int64, F: tl.int64, first_key: tl.int64, ITEM: tl.int64,
+    C: tl.constexpr, PLACE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`cuts[r * F + f + 1]` becomes the section's bytes with its gap; without `ends` sections are the rows to copy."""
-    r = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    live = r < R
-    a = tl.load(bounds + r, live, other=0)
-    b = tl.load(bounds + r + 1, live, other=0)
-    section = r * F + first_key
-    for c in tl.static_range(C):
-        width = _width(forms[c])
-        if ends is None:
-            row = offsets[c]
-        else:
-            row = ends + (tl.full((), 1, tl.int64) + n) * first_key
-        for _ in range(_num_keys(forms[c])):
-            first = tl.load(row + a, live, other=0)
-            size = (tl.load(row + b, live, other=0) - first) * width
-            tl.store(cuts + 1 + section, (size + 15) // 16 * 16, live)
-            if ends is None:
-                tl.store(starts + section, addresses[c] + _remainder(forms[c]) + first * width, live)
-                tl.store(sizes + section, size, live)
-                row += B
+    """Where sections begin, in `cuts`, and blocks, in `blocks`, by one program; else only their bytes.
+
+    Without `ends` sections are the rows to copy. With `given` blocks begin there.
+    """
+    if PLACE:
+        begin = R * 0
+        stop = R
+    else:
+        begin = tl.program_id(0).to(tl.int64) * BLOCK
+        stop = begin + 1
+    everything = R * 0
+    for first_rank in range(begin, stop, BLOCK):
+        r = first_rank + tl.arange(0, BLOCK)
+        live = r < R
+        a = tl.load(bounds + r, live, other=0)
+        b = tl.load(bounds + r + 1, live, other=0)
+        place = tl.zeros((BLOCK,), tl.int64)
+        if PLACE:
+            if given is None:
+                line = ends
+                for c in tl.static_range(C):
+                    row = offsets[c]
+                    for _ in range(_num_keys(forms[c])):
+                        if ends is not None:
+                            row = line
+                            line += n + 1
+                        values = tl.load(row + b, live, other=0) - tl.load(row + a, live, other=0)
+                        place += _padded(values * _width(forms[c]))
+                        row += B
+                place = everything + tl.cumsum(place, 0) - place
             else:
-                row += n + 1
-            section += 1
-        first_key += _num_keys(forms[c])
-    tl.store(cuts + r, r * 0, r == 0)
+                place = tl.load(given + r, live, other=0) * ITEM
+            tl.store(blocks + r, place // ITEM, live)
+        section = r * F + first_key
+        line = ends
+        if ends is not None:
+            line += (n + 1) * first_key
+        for c in tl.static_range(C):
+            row = offsets[c]
+            width = _width(forms[c])
+            for _ in range(_num_keys(forms[c])):
+                if ends is not None:
+                    row = line
+                    line += n + 1
+                first = tl.load(row + a, live, other=0)
+                size = (tl.load(row + b, live, other=0) - first) * width
+                if ends is None:
+                    tl.store(starts + section, addresses[c] + _remainder(forms[c]) + first * width, live)
+                    tl.store(sizes + section, size, live)
+                if PLACE:
+                    tl.store(cuts + section, place, live)
+                    place += _padded(size)
+                else:
+                    tl.store(cuts + section + 1, _padded(size), live)
+                row += B
+                section += 1
+        if PLACE:
+            everything = tl.max(tl.where(live, place, 0), 0)
+    if PLACE:
+        if given is not None:
+            everything = tl.load(given + R) * ITEM
+        tl.store(blocks + R, everything // ITEM)
+        tl.store(cuts + R * F, everything)
+    elif tl.program_id(0) == 0:
+        tl.store(cuts, everything)
 
 
-@triton.jit(do_not_specialize=["n", "B", "R", "F", "first_key"])
+@jit
 def _rows_kernel(
-    offsets, addresses, forms, ends, bounds, index, cuts, row_ends, starts, sizes, n, B, R, F, first_key,
+    offsets, addresses, forms, ends, bounds, index, cuts, row_ends, starts, sizes,
+    n: tl.int64, B: tl.int64, R: tl.int64, F: tl.int64, first_key: tl.int64,
     C: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Where the values of every key of sample `index[j]` lie in the buffer and in their column, and their bytes."""
@@ -101,7 +152,7 @@ def _rows_kernel(
     live = j < n
     sample = tl.load(index + j, live, other=0)
     rank = tl.zeros((BLOCK,), tl.int64)
-    span = tl.full((), -1, tl.int64) + R
+    span = R - 1
     while span > 0:
         half = (span + 1) // 2
         later = live & (rank + half < R)
@@ -112,7 +163,7 @@ def _rows_kernel(
     count = tl.load(bounds + rank + 1, live, other=0) - a
     row = a * F + count * first_key + j - a
     section = rank * F + first_key
-    line = ends + (tl.full((), 1, tl.int64) + n) * first_key
+    line = ends + (n + 1) * first_key
     for c in tl.static_range(C):
         at = offsets[c] + sample
         width = _width(forms[c])
@@ -129,15 +180,14 @@ def _rows_kernel(
 
 
 @dataclass(frozen=True)
-class _Rows:
-    """What `copy_rows` takes, and the sections' `(R * F + 1,)` places in the buffer."""
+class _Plan:
+    """The rows that `copy_rows` takes, where sections begin, `(R * F + 1,)` bytes, and blocks, `(R + 1,)` elements."""
 
     ends: Tensor
     starts: Tensor
     sizes: Tensor
     cuts: Tensor
-    num_keys: int
-    """F."""
+    blocks: Tensor
 
 
 def _plan(
@@ -146,36 +196,50 @@ def _plan(
     num_keys: list[int],
     bounds: Tensor,
     index: Tensor | None,
-    block_bytes: Tensor | None,
-) -> _Rows:
+    given: Tensor | None,
+    item: int,
+) -> _Plan:
+    """`given` is where blocks must begin, in elements of `item` bytes."""
+    new, device = bounds.new_empty, bounds.device
     R, F, B = len(bounds) - 1, sum(num_keys), (len(offsets[0]) - 1) // num_keys[0]
-    new = bounds.new_empty
-    cuts = new(R * F + 1)
+    n = 0 if index is None else len(index)
+    num_rows = R * F if index is None else n * F
+    cuts, blocks, starts, sizes = new(R * F + 1), new(R + 1), new(num_rows), new(num_rows)
     chunks = list(_chunks(values, offsets, num_keys))
-    by_rank = (triton.cdiv(max(R, 1), _BLOCK),)
-    if index is None:
-        starts, sizes = new(R * F), new(R * F)
-        for columns, (first, C) in chunks:
-            _sections_kernel[by_rank](*columns, None, bounds, cuts, starts, sizes, 0, B, R, F, first, C=C, BLOCK=_BLOCK)
-        torch.cumsum(cuts, 0, out=cuts)
-        _move_blocks(cuts, block_bytes, F)
-        return _Rows(cuts, starts, sizes, cuts, F)
+    by_sample = triton.cdiv(max(n, 1), _BLOCK)
 
-    n = len(index)
-    by_sample = (triton.cdiv(max(n, 1), _BLOCK),)
-    ends, row_ends, starts, sizes = new(F, n + 1), new(n * F), new(n * F), new(n * F)
-    for (offs, _, forms), (first, C) in chunks:
-        _lengths_kernel[by_sample](offs, forms, index, ends, n, B, first, C=C, BLOCK=_BLOCK)
-    torch.cumsum(ends, 1, out=ends)
-    for columns, (first, C) in chunks:
-        _sections_kernel[by_rank](*columns, ends, bounds, cuts, None, None, n, B, R, F, first, C=C, BLOCK=_BLOCK)
-    torch.cumsum(cuts, 0, out=cuts)
-    _move_blocks(cuts, block_bytes, F)
-    for columns, (first, C) in chunks:
-        _rows_kernel[by_sample](
-            *columns, ends, bounds, index, cuts, row_ends, starts, sizes, n, B, R, F, first, C=C, BLOCK=_BLOCK
-        )
-    return _Rows(row_ends, starts, sizes, cuts, F)
+    ends = None
+    if index is not None:
+        ends = new(F, n + 1)
+        for columns, first, aligned in chunks:
+            args = (columns[0], columns[2], index, ends, n, B, first)
+            variant = (index.dtype, aligned)
+            launch(_lengths_kernel, by_sample, args, (len(aligned), _BLOCK), device=device, variant=variant)
+        torch.cumsum(ends, 1, out=ends)
+
+    place = R * F <= _PLACED_BY_ONE and len(chunks) == 1
+    for columns, first, aligned in chunks:
+        args = (*columns, ends, bounds, given, blocks, cuts, starts, sizes, n, B, R, F, first, item)
+        constants = (len(aligned), place, _BLOCK)
+        num_programs = 1 if place else triton.cdiv(max(R, 1), _BLOCK)
+        variant = (ends is None, given is None, aligned)
+        launch(_sections_kernel, num_programs, args, constants, device=device, variant=variant)
+    if not place:
+        torch.cumsum(cuts, 0, out=cuts)
+        if given is not None:
+            sections = cuts[:-1].view(R, F)
+            sections += (given[:-1] * item - sections[:, 0])[:, None]
+            cuts[-1] = given[-1] * item
+        torch.div(cuts[::F], item, rounding_mode="floor", out=blocks)
+    if ends is None:
+        return _Plan(cuts, starts, sizes, cuts, blocks)
+
+    row_ends = new(num_rows)
+    for columns, first, aligned in chunks:
+        args = (*columns, ends, bounds, index, cuts, row_ends, starts, sizes, n, B, R, F, first)
+        variant = (index.dtype, aligned)
+        launch(_rows_kernel, by_sample, args, (len(aligned), _BLOCK), device=device, variant=variant)
+    return _Plan(row_ends, starts, sizes, cuts, blocks)
 
 
 _Columns = tuple[tuple[Tensor, ...], tuple[int, ...], tuple[int, ...]]
@@ -183,23 +247,15 @@ _Columns = tuple[tuple[Tensor, ...], tuple[int, ...], tuple[int, ...]]
 
 def _chunks(
     values: list[Tensor], offsets: list[Tensor], num_keys: list[int]
-) -> Iterator[tuple[_Columns, tuple[int, int]]]:
-    """Offsets, addresses and forms of up to so many columns, their first key, and their number."""
+) -> Iterator[tuple[_Columns, int, tuple[bool, ...]]]:
+    """Offsets, addresses and forms of up to so many columns; their first key; and whose offsets are aligned."""
     first_key = 0
     for i in range(0, len(values), _COLUMNS):
-        some, keys = values[i : i + _COLUMNS], num_keys[i : i + _COLUMNS]
+        some, keys, mine = values[i : i + _COLUMNS], num_keys[i : i + _COLUMNS], offsets[i : i + _COLUMNS]
         addresses = tuple(v.data_ptr() & ~15 for v in some)
         forms = tuple(_form(v, k) for v, k in zip(some, keys, strict=True))
-        yield (tuple(offsets[i : i + _COLUMNS]), addresses, forms), (first_key, len(some))
+        yield (tuple(mine), addresses, forms), first_key, tuple(o.data_ptr() % 16 == 0 for o in mine)
         first_key += sum(keys)
-
-
-def _move_blocks(cuts: Tensor, block_bytes: Tensor | None, num_keys: int) -> None:
-    """Sections packed densely, to the blocks where they must be."""
-    if block_bytes is not None:
-        sections = cuts[:-1].view(-1, num_keys)
-        sections += (block_bytes[:-1] - sections[:, 0])[:, None]
-        cuts[-1] = block_bytes[-1]
 
 
 def dispatch_triton(
@@ -212,16 +268,13 @@ def dispatch_triton(
     out_size: int | None,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    block_bytes = None if block_offsets is None else block_offsets * dtype.itemsize
-    rows = _plan(values, offsets, num_keys, bounds, index, block_bytes)
+    plan = _plan(values, offsets, num_keys, bounds, index, block_offsets, dtype.itemsize)
     if out_size is None:
-        out_size = int(rows.cuts[-1]) // dtype.itemsize
-    new = torch.empty if len(rows.starts) else torch.zeros
+        out_size = int(plan.blocks[-1])
+    new = torch.empty if len(plan.starts) else torch.zeros
     blocks = new(out_size, dtype=dtype, device=bounds.device)
-    copy_rows(blocks, rows.ends, rows.starts, rows.sizes, scale=1, narrowest=narrowest_word(*values), pack=True)
-    if block_offsets is None:
-        return blocks, rows.cuts[:: rows.num_keys] // dtype.itemsize
-    return blocks, block_offsets.clone()
+    copy_rows(blocks, plan.ends, plan.starts, plan.sizes, scale=1, narrowest=narrowest_word(*values), pack=True)
+    return blocks, plan.blocks
 
 
 def combine_triton(
@@ -233,6 +286,5 @@ def combine_triton(
     index: Tensor | None,
     block_offsets: Tensor | None,
 ) -> None:
-    block_bytes = None if block_offsets is None else block_offsets * blocks.element_size()
-    rows = _plan(out, offsets, num_keys, bounds, index, block_bytes)
-    copy_rows(blocks, rows.ends, rows.starts, rows.sizes, scale=1, narrowest=narrowest_word(*out), pack=False)
+    plan = _plan(out, offsets, num_keys, bounds, index, block_offsets, blocks.element_size())
+    copy_rows(blocks, plan.ends, plan.starts, plan.sizes, scale=1, narrowest=narrowest_word(*out), pack=False)
