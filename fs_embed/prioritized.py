@@ -130,6 +130,12 @@ class PrioritizedEngine:
         self._last = self.worker.submit(lambda: self._defer(part, updated), "the deferred updates")
         self.worker.submit(self._prime_coming, "the rows of the next batch")  # flush does not wait for this one
 
+    def serve(self) -> bool:
+        return False  # the worker does
+
+    def meet(self, num_closed: int) -> int:
+        return max(self._evaluation.peers.agree("lookup", num_closed)) - num_closed
+
     def evaluate(self, keys: Keys) -> Tensor:
         """On a group of its own, since the worker may be waiting for a rank that is here already."""
         self.flush()

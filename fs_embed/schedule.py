@@ -23,7 +23,17 @@ class Engine(Protocol):
     def announce(self, part: Any) -> None: ...
     def begin(self, part: Any, hit: bool, after: Any) -> None: ...
     def look_up(self, part: Any, keys: Keys, place: int | None) -> tuple[Tensor, Tensor]: ...
+    def serve(self) -> bool:
+        """One round of answers to ranks that still look up in the step; False once none does."""
+        ...
+
     def finish(self, part: Any, gradients: Gradients | None, divide_by: float) -> None: ...
+
+    def meet(self, num_closed: int) -> int:
+        """Collective: how many steps others have closed, or wait to close, that this rank has not."""
+        ...
+
+    def evaluate(self, keys: Keys) -> Tensor: ...
 
 
 class Schedule:
@@ -41,6 +51,7 @@ class Schedule:
         """A loop that announces n batches before it trains on the first never has more than n waiting: one more shows
         that the oldest was not looked up. fs_data and `lookahead` have 2; loops with more are found out by the first
         batch that turns up after it was written off."""
+        self._num_closed = 0
         self.hits = self.misses = self.absences = 0
 
     def prefetch(self, lookups: Sequence[Lookup] | None) -> None:
@@ -67,6 +78,22 @@ class Schedule:
         ]
         rows, inverse = [f[0] for f in found], [f[1] for f in found]
         return step.add(lookup, -1 if place is None else place, rows, inverse)
+
+    def evaluate(self, keys: Sequence[Keys]) -> list[Tensor]:
+        """Rows as they are after all steps, of each store; collective, and belongs to no step."""
+        self.meet()
+        return [engine.evaluate(k) for engine, k in zip(self._engines, keys, strict=True)]
+
+    def meet(self) -> None:
+        """Collective: closes this rank's share of steps that it left out while others took them.
+
+        A rank cannot know of such a step, and the others wait for its share before they get here.
+        """
+        while num_left_out := max([engine.meet(self._num_closed) for engine in self._engines]):
+            for _ in range(num_left_out):
+                self._leave_out()
+            if self._looks_ahead:
+                return  # one count told all; without looking ahead, ranks meet once none is in a step
 
     def close_all(self) -> None:
         """Closes what is open and all batches that were announced and not looked up."""
@@ -163,12 +190,25 @@ class Schedule:
         self._begin(ticket, ticket.parts)
         self._close_step()
 
+    def _leave_out(self) -> None:
+        if self._step is not None and not self._step.closed:
+            self._close_step()
+        elif self._waiting and self._waiting[0] is not None:
+            self._write_off()
+        else:
+            self.absences += 1
+            self._begin(None, [engine.new_part(None) for engine in self._engines])
+            self._close_step()
+
     def _close_step(self) -> None:
         if self._step is not None:
             self._step.close()
 
     def _finish(self, step: Step) -> None:
         divide_by = self._divide_by()
+        self._num_closed += 1
+        while any([engine.serve() for engine in self._engines]):
+            pass
         for s, engine in enumerate(self._engines):
             engine.finish(self._parts[s], step.gradients(s), divide_by)
 

@@ -15,6 +15,8 @@ from fs_embed.route import Keys, Route, exchange_ids
 from fs_embed.step import Gradients
 from fs_embed.store import Store
 
+NO_LOOKUP, LOOKS_UP, EVALUATES = range(3)
+"""Where a rank is while others may still look up for a step."""
 NO_GRADIENTS, AS_ANNOUNCED, OTHERWISE, NOT_FINITE = range(4)
 """What a rank brings to an update; with one that is not finite, no rank updates."""
 
@@ -30,12 +32,6 @@ class Plain:
         route = exchange_ids(self.peers, self.store, keys)
         rows = route.to_askers(self.peers, self.store.read(route.slots), phase="rows")
         return route, rows
-
-    def fetch_in_rounds(self, keys: Keys | None) -> tuple[Route, Tensor] | None:
-        """One round of lookups: each rank brings keys, or None where it has no more; None once no rank has."""
-        if not any(self.peers.agree("lookup", int(keys is not None))):
-            return None
-        return self.fetch(self.no_keys() if keys is None else keys)
 
     def push(self, gradients: Gradients | None, optimizer: RowOptimizer, divide_by: float) -> None:
         """One update by all ranks' gradients."""
@@ -73,6 +69,7 @@ class SynchronousEngine:
         self.store = store
         self._plain = Plain(store, peers)
         self.num_skipped = 0
+        self._has_served = False  # the ranks of the step that comes have no more lookups
 
     def new_part(self, keys: Sequence[Keys] | None) -> SynchronousPart:
         return SynchronousPart()
@@ -84,15 +81,33 @@ class SynchronousEngine:
         pass
 
     def look_up(self, part: SynchronousPart, keys: Keys, place: int | None) -> tuple[Tensor, Tensor]:
-        found = self._plain.fetch_in_rounds(keys)
-        assert found is not None
-        route, rows = found
+        self._plain.peers.agree("lookup", LOOKS_UP)
+        route, rows = self._plain.fetch(keys)
         return rows, route.inverse
 
     @torch.no_grad()
+    def serve(self) -> bool:
+        if self._has_served:
+            self._has_served = False
+            return False
+        return self._serve_lookups(self._plain.peers.agree("lookup", NO_LOOKUP))
+
+    @torch.no_grad()
+    def meet(self, num_closed: int) -> int:
+        theirs = self._plain.peers.agree("lookup", EVALUATES)
+        if all(place == EVALUATES for place in theirs):
+            return 0
+        self._has_served = not self._serve_lookups(theirs)
+        return 1
+
+    def _serve_lookups(self, places: Sequence[int]) -> bool:
+        """Answers those ranks that look up, with no ids of its own, and says whether there was one."""
+        if LOOKS_UP in places:
+            self._plain.fetch(self._plain.no_keys())
+        return LOOKS_UP in places
+
+    @torch.no_grad()
     def finish(self, part: SynchronousPart, gradients: Gradients | None, divide_by: float) -> None:
-        while self._plain.fetch_in_rounds(None) is not None:
-            pass  # a rank without this step's forward answers the lookups of those with one
         kinds = self._plain.peers.agree("update", kind_of(gradients))
         if NOT_FINITE in kinds:
             self.num_skipped += 1

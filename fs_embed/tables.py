@@ -123,7 +123,7 @@ class ShardedTables:
         if training:
             found = self.schedule.look_up(Lookup(sources, keys))
         else:
-            found = [engine.evaluate(k) for engine, k in zip(self.engines, keys, strict=True)]
+            found = self.schedule.evaluate(keys)
         parts = [iter(rows.split([len(ids) for _, ids in k.pieces])) for rows, k in zip(found, keys, strict=True)]
         return [next(parts[self.place[table][0]]) for table, _ in pieces]
 
@@ -188,6 +188,7 @@ class ShardedTables:
 
         What was fetched ahead is dropped, and a step that is open ends without gradients.
         """
+        self.schedule.meet()
         self.schedule.forget()
         self.flush()
         store = self.store_of(table)
