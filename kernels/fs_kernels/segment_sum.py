@@ -9,30 +9,34 @@ Legend: S segments, K summands of all segments, D features.
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
-from fs_kernels._checks import accumulator, check_offsets, check_rows
-from fs_kernels._dispatch import Impl, torch_only
+from fs_kernels._checks import accumulator, check_index, check_offsets, check_rows
+from fs_kernels._dispatch import Impl, resolve_impl
+from fs_kernels._library import register
 
 
 def segment_sum(values: Tensor, offsets: Tensor, *, index: Tensor | None = None, impl: Impl = "auto") -> Tensor:
-    """`out[s] = Σ values[index[k]]` over k from `offsets[s]` to `offsets[s + 1]`, in the tree's order.
+    """`out[s] = Σ values[index[k]]` over k from `offsets[s]` to `offsets[s + 1] - 1`, in the tree's order.
 
     Args:
         values: `(N, D)` float.
         offsets: `(S + 1,)` int64, non-decreasing, from 0 to K.
-        index: `(K,)` int64; None stands for 0, 1, …, N - 1.
+        index: `(K,)` int32 or int64, from 0 to N - 1; None stands for 0, 1, …, N - 1.
 
     Returns:
         `(S, D)` in the dtype of `values`; accumulated in float32 (float64 for float64). An empty segment gives zeros.
+        All implementations give the same bits. Gradients flow to `values`, summed by the same tree.
     """
     check_rows(values, "values")
     check_offsets(offsets)
-    torch_only(impl, "segment_sum")
-    return reference(values, offsets, index)
+    if index is not None:
+        check_index(index)
+    return _segment_sum(values, offsets, index, impl)
 
 
 def reference(values: Tensor, offsets: Tensor, index: Tensor | None = None) -> Tensor:
-    """The definition, level by level; segments that are down to one value leave. Gradients are autograd's."""
+    """The definition, level by level; segments that are down to one value leave."""
     lengths, starts = offsets.diff(), offsets[:-1]
     if len(lengths) and bool((lengths == 1).all()):  # ids that occur once: nothing to add
         return _rows(values, index, starts).to(values.dtype)
@@ -72,3 +76,59 @@ def _ranges(starts: Tensor, lengths: Tensor) -> Tensor:
     """`starts[s], starts[s] + 1, …` for each s, `lengths[s]` of them, back to back."""
     within = torch.arange(int(lengths.sum()), device=lengths.device) - _starts(lengths).repeat_interleave(lengths)
     return starts.repeat_interleave(lengths) + within
+
+
+def places_of(keys: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
+    """Where each of the keys 0 to `num_keys - 1` stands in `keys` `(K,)`.
+
+    Returns:
+        Places `(K,)`, those of key i being `places[offsets[i]:offsets[i + 1]]`, ascending; offsets `(num_keys + 1,)`.
+    """
+    in_order, places = torch.sort(keys, stable=True)
+    bounds = torch.arange(num_keys + 1, dtype=keys.dtype, device=keys.device)
+    return places, torch.searchsorted(in_order, bounds)
+
+
+def _run(values: Tensor, offsets: Tensor, index: Tensor | None, impl: Impl) -> Tensor:
+    if resolve_impl(impl, values) == "reference":
+        return reference(values, offsets, index)
+    from fs_kernels.segment_sum_triton import segment_sum_triton
+
+    return segment_sum_triton(values, offsets, index)
+
+
+def _fake(values: Tensor, offsets: Tensor, index: Tensor | None, impl: Impl) -> Tensor:
+    return values.new_empty(offsets.shape[0] - 1, values.shape[1])
+
+
+class _Context(FunctionCtx):
+    saved_tensors: tuple[Tensor, Tensor | None]
+    num_rows: int
+    impl: Impl
+
+
+def _setup_context(ctx: _Context, inputs: tuple[Tensor, Tensor, Tensor | None, Impl], output: Tensor) -> None:
+    values, offsets, index, ctx.impl = inputs
+    ctx.num_rows = values.shape[0]
+    ctx.save_for_backward(offsets, index)
+
+
+def _backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    """A row's gradient is the sum of the gradients of the segments that it is in: each row a segment of segments."""
+    offsets, index = ctx.saved_tensors
+    num_summands = ctx.num_rows if index is None else index.shape[0]
+    segments = torch.arange(grad.shape[0], device=grad.device)
+    segment = segments.repeat_interleave(offsets.diff(), output_size=num_summands)  # (K,)
+    if index is None:
+        return grad.index_select(0, segment), None, None, None
+    places, row_offsets = places_of(index, ctx.num_rows)
+    return _segment_sum(grad, row_offsets, segment[places], ctx.impl), None, None, None
+
+
+_segment_sum = register(
+    "segment_sum(Tensor values, Tensor offsets, Tensor? index, str impl) -> Tensor",
+    _run,
+    fake=_fake,
+    backward=_backward,
+    setup_context=_setup_context,
+)
