@@ -1,30 +1,34 @@
-"""Copies between one device and registered host memory, by its copy engines, in two streams of our own."""
+"""Copies between one device and registered host memory, by its copy engines, in streams of our own."""
 
 import torch
 from torch import Tensor
 
 from fs_comm import driver
 
-_idle_streams: dict[torch.device, list[tuple[int, int]]] = {}
+NUM_STREAMS = 2
+"""For each direction. A copy and the note that it is done leave a gap before the next; another stream fills it."""
+
+_idle_streams: dict[torch.device, list[list[int]]] = {}
 """Of groups that are gone. Streams are never destroyed: the allocator may still ask them about tensors they used."""
 
 
 class CudaCopies:
-    """One stream for what goes to the host, one for what comes from it.
+    """Streams 0 to `num_streams` - 1 go to the host, those of the next `num_streams` numbers come from it.
 
     Args:
         stream_waits: Whether streams may wait on words in host memory, and write them; None tries.
     """
 
     def __init__(self, device: torch.device, *, stream_waits: bool | None = None) -> None:
-        self.device = device
+        self.device, self.num_streams = device, NUM_STREAMS
         with torch.cuda.device(device):
             torch.cuda.Event().record()  # a thread has no context before its first call
             self._context = driver.current_context()
             idle = _idle_streams.setdefault(device, [])
-            self._put, self._take = idle.pop() if idle else (driver.new_stream(), driver.new_stream())
-        self._puts = torch.cuda.ExternalStream(self._put, device)
-        self.takes = torch.cuda.ExternalStream(self._take, device)
+            self._handles = idle.pop() if idle else [driver.new_stream() for _ in range(2 * NUM_STREAMS)]
+        self._streams = [torch.cuda.ExternalStream(handle, device) for handle in self._handles]
+        self.last = self._streams[-1]
+        """The stream in which an operation ends."""
         self.stream_waits = bool(stream_waits)
         self._registered: list[int] = []
         self._try_waits = stream_waits is None
@@ -48,62 +52,68 @@ class CudaCopies:
 
     def _can_wait(self, word: int) -> bool:
         try:
-            driver.write(self._put, word, 0)
-            driver.wait_until_at_least(self._put, word, 0)
-            self._puts.synchronize()
+            self.write(0, word, 0)
+            self.wait_until_at_least(0, word, 0)
+            self._streams[0].synchronize()
         except driver.DriverError:
             return False
         return True
 
     def mark_caller(self) -> torch.cuda.Event:
         """What the caller's stream has been given so far, in `begin`'s terms."""
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self.device))
-        return event
+        return _event(torch.cuda.current_stream(self.device))
 
     def begin(self, after: torch.cuda.Event) -> None:
         """Copies from here on come after `after`: inputs are written then, and outputs no longer in use."""
-        self._puts.wait_event(after)
-        self.takes.wait_event(after)
+        for stream in self._streams:
+            stream.wait_event(after)
 
-    def put(self, address: int, device: int, num_bytes: int) -> None:
-        driver.to_host(address, device, num_bytes, self._put)
+    def put(self, stream: int, address: int, device: int, num_bytes: int) -> None:
+        driver.to_host(address, device, num_bytes, self._handles[stream])
 
-    def take(self, device: int, address: int, num_bytes: int) -> None:
-        driver.to_device(device, address, num_bytes, self._take)
+    def take(self, stream: int, device: int, address: int, num_bytes: int) -> None:
+        driver.to_device(device, address, num_bytes, self._handles[stream])
 
-    def mark(self, *, puts: bool) -> torch.cuda.Event:
-        """The copies of one direction so far."""
-        event = torch.cuda.Event()
-        event.record(self._puts if puts else self.takes)
-        return event
+    def mark(self, stream: int) -> torch.cuda.Event:
+        """What the stream has been given so far."""
+        return _event(self._streams[stream])
+
+    def join(self) -> None:
+        """`last` waits for all copies so far."""
+        for stream in self._streams[:-1]:
+            self.last.wait_event(_event(stream))
 
     def end(self) -> torch.cuda.Event:
-        """All copies so far."""
-        self.takes.wait_stream(self._puts)
-        return self.mark(puts=False)
+        """All that `last` was given so far."""
+        return _event(self.last)
 
-    def keep(self, tensor: Tensor) -> None:
-        """The allocator gives the tensor's memory to no one before the copies so far are done."""
-        tensor.record_stream(self._puts)
-        tensor.record_stream(self.takes)
+    def keep(self, tensor: Tensor, *, puts: bool) -> None:
+        """The allocator gives the tensor's memory to no one before the copies of a direction so far are done."""
+        for stream in self._streams[: self.num_streams] if puts else self._streams[self.num_streams :]:
+            tensor.record_stream(stream)
 
-    def wait_until_at_least(self, word: int, count: int, *, puts: bool) -> None:
+    def wait_until_at_least(self, stream: int, word: int, count: int) -> None:
         """`word`: its address as the device sees it, here and below."""
-        driver.wait_until_at_least(self._put if puts else self._take, word, count)
+        driver.wait_until_at_least(self._handles[stream], word, count)
 
-    def wait_until_equal(self, word: int, value: int, *, puts: bool) -> None:
-        driver.wait_until_equal(self._put if puts else self._take, word, value)
+    def wait_until_equal(self, stream: int, word: int, value: int) -> None:
+        driver.wait_until_equal(self._handles[stream], word, value)
 
-    def write(self, word: int, value: int, *, puts: bool) -> None:
-        """Once the copies of that direction so far are done."""
-        driver.write(self._put if puts else self._take, word, value)
+    def write(self, stream: int, word: int, value: int) -> None:
+        """Once what the stream was given so far is done; -1 is `last`."""
+        driver.write(self._handles[stream], word, value)
 
     def close(self) -> None:
         with torch.cuda.device(self.device):
-            self.takes.synchronize()
-            self._puts.synchronize()
+            for stream in self._streams:
+                stream.synchronize()
             for address in self._registered:
                 driver.unregister(address)
         self._registered.clear()
-        _idle_streams[self.device].append((self._put, self._take))
+        _idle_streams[self.device].append(self._handles)
+
+
+def _event(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    event = torch.cuda.Event()
+    event.record(stream)
+    return event

@@ -40,20 +40,23 @@ class Copies(Protocol):
     """What the engine asks of `CudaCopies`."""
 
     @property
-    def takes(self) -> Any: ...
-    @property
     def stream_waits(self) -> bool: ...
+    @property
+    def num_streams(self) -> int: ...
+    @property
+    def last(self) -> Any: ...
     def use_in_thread(self) -> None: ...
     def mark_caller(self) -> Any: ...
     def begin(self, after: Any) -> None: ...
-    def put(self, address: int, device: int, num_bytes: int) -> None: ...
-    def take(self, device: int, address: int, num_bytes: int) -> None: ...
-    def mark(self, *, puts: bool) -> Event: ...
+    def put(self, stream: int, address: int, device: int, num_bytes: int) -> None: ...
+    def take(self, stream: int, device: int, address: int, num_bytes: int) -> None: ...
+    def mark(self, stream: int) -> Event: ...
+    def join(self) -> None: ...
     def end(self) -> Event: ...
-    def keep(self, tensor: Tensor) -> None: ...
-    def wait_until_at_least(self, word: int, count: int, *, puts: bool) -> None: ...
-    def wait_until_equal(self, word: int, value: int, *, puts: bool) -> None: ...
-    def write(self, word: int, value: int, *, puts: bool) -> None: ...
+    def keep(self, tensor: Tensor, *, puts: bool) -> None: ...
+    def wait_until_at_least(self, stream: int, word: int, count: int) -> None: ...
+    def wait_until_equal(self, stream: int, word: int, value: int) -> None: ...
+    def write(self, stream: int, word: int, value: int) -> None: ...
     def close(self) -> None: ...
 
 
@@ -172,38 +175,50 @@ class CudaEngine:
             region, word = self._regions[peer], layout.signature(self.rank, job.sequence)
             expected = job.views[peer].signature_of_peer()
             if region.word(word) != expected:
-                copies.wait_until_equal(region.device_address + word, expected, puts=False)
+                copies.wait_until_equal(self._takes_of(peer), region.device_address + word, expected)
         for step in job.steps:
             if isinstance(step, Put):
-                count = self._planner.must_be_taken(step)
+                stream, count = self._puts_to(step.lane), self._planner.must_be_taken(step)
                 for reader in self._planner.readers(step.lane) if count else ():
                     word = layout.taken(step.lane, reader)
                     if not self._own.reached(word, count):
-                        copies.wait_until_at_least(self._own.device_address + word, count, puts=True)
+                        copies.wait_until_at_least(stream, self._own.device_address + word, count)
                 self._put(job, step)
-                copies.write(self._own.device_address + layout.ready(step.lane), step.number + 1, puts=True)
+                copies.write(stream, self._own.device_address + layout.ready(step.lane), step.number + 1)
             else:
-                region, word = self._regions[step.owner], layout.ready(step.lane)
+                stream, region = self._takes_of(step.owner), self._regions[step.owner]
+                word = layout.ready(step.lane)
                 if not region.reached(word, step.number + 1):
-                    copies.wait_until_at_least(region.device_address + word, step.number + 1, puts=False)
+                    copies.wait_until_at_least(stream, region.device_address + word, step.number + 1)
                 self._take(job, step)
-                copies.write(region.device_address + layout.taken(step.lane, self.rank), step.number + 1, puts=False)
+                word = layout.taken(step.lane, self.rank)
+                copies.write(stream, region.device_address + word, step.number + 1)
+        copies.join()
         if job.finish is not None:
             job.finish()
-        event = copies.end()
-        copies.write(self._own.device_address + Layout.done, job.sequence, puts=False)
-        for tensor in {t.untyped_storage().data_ptr(): t for t in [*job.sends, *job.receives]}.values():
-            copies.keep(tensor)
+        copies.write(-1, self._own.device_address + Layout.done, job.sequence)
+        for tensors, puts in ((job.sends, True), (job.receives, False)):
+            for tensor in {t.untyped_storage().data_ptr(): t for t in tensors}.values():
+                copies.keep(tensor, puts=puts)
         job.sends = job.receives = ()
-        job.event = event
+        job.event = copies.end()
+
+    def _puts_to(self, lane: int) -> int:
+        """The stream of a lane: always the same, so that counts come in order."""
+        return lane % self.copies.num_streams
+
+    def _takes_of(self, owner: int) -> int:
+        return self.copies.num_streams + owner % self.copies.num_streams
 
     def _put(self, job: Job, step: Put) -> None:
         slot = self._own.address + self._layout.slot(step.lane, self._planner.slot(step))
-        self.copies.put(slot, job.sends[step.part].data_ptr() + step.start, step.num_bytes)
+        source = job.sends[step.part].data_ptr() + step.start
+        self.copies.put(self._puts_to(step.lane), slot, source, step.num_bytes)
 
     def _take(self, job: Job, step: Take) -> None:
         slot = self._regions[step.owner].address + self._layout.slot(step.lane, self._planner.slot(step))
-        self.copies.take(job.receives[step.owner].data_ptr() + step.start, slot, step.num_bytes)
+        target = job.receives[step.owner].data_ptr() + step.start
+        self.copies.take(self._takes_of(step.owner), target, slot, step.num_bytes)
 
     def close(self) -> None:
         """Lets what is under way end, then leaves; waits a timeout at most, and may be called twice."""
@@ -262,9 +277,11 @@ class CudaEngine:
         self.copies.begin(job.after)
         puts = deque(s for s in job.steps if isinstance(s, Put))
         takes = deque(s for s in job.steps if isinstance(s, Take))
-        started: dict[bool, deque[tuple[Event, Region, int, int]]] = {True: deque(), False: deque()}
+        started: dict[int, deque[tuple[Event, Region, int, int]]] = {
+            stream: deque() for stream in range(2 * self.copies.num_streams)
+        }
         idle = 0
-        while puts or takes or started[True] or started[False] or not all(self._agrees(job, p) for p in self._others):
+        while puts or takes or any(started.values()) or not all(self._agrees(job, peer) for peer in self._others):
             idle += 1
             for copies in started.values():
                 while copies and copies[0][0].query():
@@ -274,18 +291,19 @@ class CudaEngine:
             if puts and self._may_put(puts[0]):
                 step = puts.popleft()
                 self._put(job, step)
-                word = self._layout.ready(step.lane)
-                started[True].append((self.copies.mark(puts=True), self._own, word, step.number + 1))
+                stream, word = self._puts_to(step.lane), self._layout.ready(step.lane)
+                started[stream].append((self.copies.mark(stream), self._own, word, step.number + 1))
                 idle = 0
             if takes and self._may_take(job, takes[0]):
                 step = takes.popleft()
                 self._take(job, step)
-                word = self._layout.taken(step.lane, self.rank)
-                started[False].append((self.copies.mark(puts=False), self._regions[step.owner], word, step.number + 1))
+                stream, word = self._takes_of(step.owner), self._layout.taken(step.lane, self.rank)
+                started[stream].append((self.copies.mark(stream), self._regions[step.owner], word, step.number + 1))
                 idle = 0
             if idle:
                 self._look_after(job)
                 time.sleep(0.0 if idle < 100 else 0.00005)  # others want the interpreter, too
+        self.copies.join()
         if job.finish is not None:
             job.finish()
         job.event = self.copies.end()

@@ -102,7 +102,7 @@ class CudaRoad:
             raise RuntimeError("an exchange with other processes cannot be captured into a CUDA graph")
 
         def finish_on_copies() -> None:
-            with torch.cuda.stream(copies.takes):
+            with torch.cuda.stream(copies.last):
                 if finish is not None:
                     finish()
 

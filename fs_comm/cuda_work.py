@@ -73,5 +73,5 @@ class CudaWork(dist.Work):
             if self._job.error is not None:
                 self._future.set_exception(self._job.error)  # pyright: ignore[reportArgumentType]
                 return
-            with torch.cuda.stream(self._engine.copies.takes):
+            with torch.cuda.stream(self._engine.copies.last):
                 self._future.set_result(self._result)

@@ -52,12 +52,12 @@ class View:
         return f"{name} of {DTYPE_NAME.get(self.dtype, 'an unknown dtype')} (number {self.sequence})"
 
     def signature(self) -> int:
-        """What both ends must see alike of the bytes to the peer, in 32 bits, not 0."""
-        return zlib.crc32(struct.pack("<IHHq", self.sequence, self.op, self.dtype, self.num_bytes)) or 1
+        """Of all that the peer must see alike, in 32 bits, not 0."""
+        return zlib.crc32(self.pack()) or 1
 
     def signature_of_peer(self) -> int:
         """The signature that the peer's view must have to fit this one."""
-        return View(self.sequence, self.op, self.dtype, self.expected, 0).signature()
+        return View(self.sequence, self.op, self.dtype, self.expected, self.num_bytes).signature()
 
 
 @dataclass(frozen=True)

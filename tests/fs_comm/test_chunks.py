@@ -107,6 +107,7 @@ def test_a_signature_is_that_of_the_peer_exactly_where_both_see_the_same_bytes()
         View(7, Op.ALL_GATHER, 3, 60, 100),
         View(7, Op.ALL_TO_ALL, 4, 60, 100),
         View(7, Op.ALL_TO_ALL, 3, 61, 100),
+        View(7, Op.ALL_TO_ALL, 3, 60, 101),
     ]
     assert mine.signature_of_peer() not in [v.signature() for v in others]
     assert View(WORD, Op.ALL_GATHER, 0, 0, 0).signature()

@@ -251,7 +251,7 @@ def _disagree(mode: str, how: str) -> str:
     if how == "absent" and rank:
         time.sleep(5)
         return ""
-    send = [3, 2] if how == "splits" and rank == 0 else [2, 2]
+    send = [2, 3] if how == "splits" and rank == 0 else [2, 2]
     dtype = torch.int32 if how == "dtype" and rank else torch.float32
     source, out = torch.zeros(sum(send), dtype=dtype, device="cuda"), torch.zeros(4, dtype=dtype, device="cuda")
     try:

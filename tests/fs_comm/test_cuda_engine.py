@@ -38,26 +38,27 @@ class Done:
 class HostCopies:
     """`CudaCopies` where the device is the host, and every copy is done at once."""
 
-    stream_waits, takes = False, None
+    stream_waits, num_streams, last = False, 2, None
 
     def use_in_thread(self) -> None: ...
     def mark_caller(self) -> None: ...
     def begin(self, after: Any) -> None: ...
-    def keep(self, tensor: Tensor) -> None: ...
+    def join(self) -> None: ...
+    def keep(self, tensor: Tensor, *, puts: bool) -> None: ...
     def close(self) -> None: ...
 
-    def put(self, address: int, device: int, num_bytes: int) -> None:
+    def put(self, stream: int, address: int, device: int, num_bytes: int) -> None:
         ctypes.memmove(address, device, num_bytes)
 
     take = put
 
-    def mark(self, *, puts: bool) -> Done:
+    def mark(self, stream: int) -> Done:
         return Done()
 
     def end(self) -> Done:
         return Done()
 
-    def wait_until_at_least(self, word: int, count: int, *, puts: bool) -> None:
+    def wait_until_at_least(self, stream: int, word: int, count: int) -> None:
         raise AssertionError("streams of the host do not wait")
 
     wait_until_equal = write = wait_until_at_least
