@@ -260,7 +260,7 @@ class BalancedDataLoader(Generic[T_co]):
         Args:
             model: Searched with `named_modules`; wrappers such as DDP are looked through.
             lookups: For each such module by name, a function of a batch that gives the ids of its lookups in call
-                order. None gives each module the batch's KeyedJaggedTensor with its `feature_names`.
+                order. None gives each module the batch's KeyedJaggedTensor that has its `feature_names`.
         """
         self._feeds.append(Feeds(model, lookups))
 
