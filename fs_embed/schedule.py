@@ -210,7 +210,7 @@ class Schedule:
         while any([engine.serve() for engine in self._engines]):
             pass
         for s, engine in enumerate(self._engines):
-            engine.finish(self._parts[s], step.gradients(s), divide_by)
+            engine.finish(self._parts[s], step.gradients(s, copied=self._looks_ahead), divide_by)
 
     def _with_parts(self, ticket: Ticket) -> Ticket:
         ticket.parts = [

@@ -74,8 +74,8 @@ class Step:
             self._on_close(self)
             self.calls.clear()
 
-    def gradients(self, store: int) -> "Gradients | None":
-        """What the store gets, None where no gradient came for it."""
+    def gradients(self, store: int, *, copied: bool) -> "Gradients | None":
+        """What the store gets, None where no gradient came for it; `copied` for a store that reads it later."""
         came = [c.grads[store] for c in self.calls]
         some = next((g for g in came if g is not None), None)
         if some is None:
@@ -83,7 +83,7 @@ class Step:
         keys = [c.lookup.keys[store].values for c in self.calls]
         grads = [some.new_zeros(len(k), some.shape[1]) if g is None else g for k, g in zip(keys, came, strict=True)]
         as_announced = self.ticket is not None and [c.place for c in self.calls] == [*range(len(self.ticket.lookups))]
-        return Gradients(torch.cat(keys), torch.cat(grads), as_announced)
+        return Gradients(_joined(keys), _joined(grads, copied), as_announced)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +94,11 @@ class Gradients:
     """`(Σn, D)`, zeros for lookups that got none."""
     as_announced: bool
     """The lookups are those of the ticket, each once and in its order."""
+
+
+def _joined(parts: Sequence[Tensor], copied: bool = False) -> Tensor:
+    """`copied` if the caller of backward, who may have given this very tensor, must be free to write on it."""
+    return parts[0] if len(parts) == 1 and not copied else torch.cat(list(parts))
 
 
 class _Expand(torch.autograd.Function):

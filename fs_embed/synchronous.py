@@ -51,9 +51,16 @@ class Plain:
 def kind_of(gradients: Gradients | None) -> int:
     if gradients is None:
         return NO_GRADIENTS
-    if not bool(gradients.values.isfinite().all()):
+    if not is_finite(gradients.values):
         return NOT_FINITE
     return AS_ANNOUNCED if gradients.as_announced else OTHERWISE
+
+
+def is_finite(values: Tensor) -> bool:
+    """Whether no value is infinite or not a number, in one pass: both show in the smallest or the largest."""
+    if not values.numel():
+        return True
+    return bool(torch.stack(torch.aminmax(values)).isfinite().all())
 
 
 class SynchronousPart:

@@ -112,3 +112,21 @@ def test_a_batch_that_is_changed_after_its_announcement_is_a_miss() -> None:
     rows.sum().backward()
     model.table.close()
     assert threading.active_count() < 50
+
+
+def test_a_gradient_may_be_overwritten_after_the_backward() -> None:
+    """A deferred update must not read what the caller of backward has written since."""
+    model = fs_embed.prioritize(make_model(), optimizer=fs_embed.SGD(lr=1.0))
+    ids, worker = torch.tensor([1, 2, 3]), model.table.tables.engines[0].worker
+    model.table.prefetch([ids])
+    model.table.prefetch(None)
+    rows = model.table(ids)
+    may_go_on = threading.Event()
+    worker.submit(lambda: may_go_on.wait(10), "a test")
+    gradient = torch.ones_like(rows)
+    rows.backward(gradient)
+    gradient.zero_()
+    may_go_on.set()
+    after = model.state_dict()["table.weight"][ids]
+    assert torch.equal(after, make_model().table.weight.detach()[ids] - 1)
+    model.table.close()
