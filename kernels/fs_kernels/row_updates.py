@@ -13,39 +13,41 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fs_kernels._checks import accumulator, check_rows
-from fs_kernels._dispatch import Impl, torch_only
+from fs_kernels._checks import accumulator, check_index, check_rows
+from fs_kernels._dispatch import Impl, resolve_impl
+from fs_kernels._library import register
 
 _BLOCK_NUMEL = 1 << 17
 
 
 def sgd_update_(weight: Tensor, rows: Tensor, grad: Tensor, *, lr: float, impl: Impl = "auto") -> None:
-    """`w -= lr · g` on `weight[rows]`; `weight` `(R, D)`, `rows` `(K,)` int64 distinct, `grad` `(K, D)`."""
-    _check(weight, rows, grad, impl)
-    for block, g in _blocks(rows, grad, accumulator(weight.dtype)):
-        _subtract_(weight, block, lr * g)
+    """`w -= lr · g` on `weight[rows]`.
+
+    Args:
+        weight: `(R, D)` float, contiguous.
+        rows: `(K,)` int32 or int64, distinct.
+        grad: `(K, D)` float.
+    """
+    _check(weight, rows, grad)
+    _sgd(weight, rows, grad, lr, impl)
 
 
 def adagrad_update_(
     weight: Tensor, state: Tensor, rows: Tensor, grad: Tensor, *, lr: float, eps: float, impl: Impl = "auto"
 ) -> None:
-    """`s += g²; w -= lr · g / (√s + eps)`; `state` `(R, D)`."""
-    _check(weight, rows, grad, impl)
-    for block, g in _blocks(rows, grad, state.dtype):
-        s = state.index_select(0, block) + g * g
-        state.index_copy_(0, block, s)
-        _subtract_(weight, block, lr * g / (s.sqrt() + eps))
+    """`s += g²; w -= lr · g / (√s + eps)`; `state` `(R, D)` float32, or float64 as the weight."""
+    _check(weight, rows, grad)
+    _check_state(weight, state, weight.shape)
+    _adagrad(weight, state, rows, grad, lr, eps, impl)
 
 
 def rowwise_adagrad_update_(
     weight: Tensor, state: Tensor, rows: Tensor, grad: Tensor, *, lr: float, eps: float, impl: Impl = "auto"
 ) -> None:
     """`s += mean(g²) over a row; w -= lr / (√s + eps) · g`; `state` `(R,)`: one number a row."""
-    _check(weight, rows, grad, impl)
-    for block, g in _blocks(rows, grad, state.dtype):
-        s = state.index_select(0, block) + _sum_of_rows(g * g) / g.shape[1]
-        state.index_copy_(0, block, s)
-        _subtract_(weight, block, (lr / (s.sqrt() + eps))[:, None] * g)
+    _check(weight, rows, grad)
+    _check_state(weight, state, weight.shape[:1])
+    _rowwise_adagrad(weight, state, rows, grad, lr, eps, impl)
 
 
 def adam_update_(
@@ -63,8 +65,85 @@ def adam_update_(
     impl: Impl = "auto",
 ) -> None:
     """`m = β₁m + (1 - β₁)g; v = β₂v + (1 - β₂)g²; w -= lr · m̂ / (√v̂ + eps)`, bias-corrected for `step` (1, 2, …)."""
-    _check(weight, rows, grad, impl)
-    for block, g in _blocks(rows, grad, exp_avg.dtype):
+    _check(weight, rows, grad)
+    _check_state(weight, exp_avg, weight.shape)
+    _check_state(weight, exp_avg_sq, weight.shape)
+    if step < 1:
+        raise ValueError(f"step counts from 1, got {step}")
+    _adam(weight, exp_avg, exp_avg_sq, rows, grad, lr, beta1, beta2, eps, step, impl)
+
+
+def _check(weight: Tensor, rows: Tensor, grad: Tensor) -> None:
+    check_rows(weight, "weight")
+    check_index(rows, "rows")
+    if not weight.is_contiguous():
+        raise ValueError(f"weight must be contiguous, got strides {weight.stride()} for {tuple(weight.shape)}")
+    if grad.shape != (rows.shape[0], weight.shape[1]):
+        raise ValueError(
+            f"grad must be ({rows.shape[0]}, {weight.shape[1]}) for so many rows of this weight, got "
+            f"{tuple(grad.shape)}"
+        )
+
+
+def _check_state(weight: Tensor, state: Tensor, shape: torch.Size) -> None:
+    if state.shape != shape or state.dtype != accumulator(weight.dtype) or not state.is_contiguous():
+        raise ValueError(
+            f"the state of a {tuple(weight.shape)} {weight.dtype} weight must be contiguous {tuple(shape)} "
+            f"{accumulator(weight.dtype)}, got {tuple(state.shape)} {state.dtype} with strides {state.stride()}"
+        )
+
+
+def _run_sgd(weight: Tensor, rows: Tensor, grad: Tensor, lr: float, impl: Impl) -> None:
+    if resolve_impl(impl, weight) == "triton":
+        from fs_kernels.row_updates_triton import sgd_triton
+
+        return sgd_triton(weight, rows, grad, lr)
+    for block, g in _blocks(weight, rows, grad):
+        _subtract_(weight, block, lr * g)
+
+
+def _run_adagrad(weight: Tensor, state: Tensor, rows: Tensor, grad: Tensor, lr: float, eps: float, impl: Impl) -> None:
+    if resolve_impl(impl, weight) == "triton":
+        from fs_kernels.row_updates_triton import adagrad_triton
+
+        return adagrad_triton(weight, state, rows, grad, lr, eps)
+    for block, g in _blocks(weight, rows, grad):
+        s = state.index_select(0, block) + g * g
+        state.index_copy_(0, block, s)
+        _subtract_(weight, block, lr * g / (s.sqrt() + eps))
+
+
+def _run_rowwise_adagrad(
+    weight: Tensor, state: Tensor, rows: Tensor, grad: Tensor, lr: float, eps: float, impl: Impl
+) -> None:
+    if resolve_impl(impl, weight) == "triton":
+        from fs_kernels.row_updates_triton import rowwise_adagrad_triton
+
+        return rowwise_adagrad_triton(weight, state, rows, grad, lr, eps)
+    for block, g in _blocks(weight, rows, grad):
+        s = state.index_select(0, block) + _sum_of_rows(g * g) / g.shape[1]
+        state.index_copy_(0, block, s)
+        _subtract_(weight, block, (lr / (s.sqrt() + eps))[:, None] * g)
+
+
+def _run_adam(
+    weight: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    rows: Tensor,
+    grad: Tensor,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    step: int,
+    impl: Impl,
+) -> None:
+    if resolve_impl(impl, weight) == "triton":
+        from fs_kernels.row_updates_triton import adam_triton
+
+        return adam_triton(weight, exp_avg, exp_avg_sq, rows, grad, lr, beta1, beta2, eps, step)
+    for block, g in _blocks(weight, rows, grad):
         m = beta1 * exp_avg.index_select(0, block) + (1 - beta1) * g
         v = beta2 * exp_avg_sq.index_select(0, block) + (1 - beta2) * (g * g)
         exp_avg.index_copy_(0, block, m)
@@ -73,21 +152,13 @@ def adam_update_(
         _subtract_(weight, block, lr * m_hat / (v_hat.sqrt() + eps))
 
 
-def _check(weight: Tensor, rows: Tensor, grad: Tensor, impl: Impl) -> None:
-    check_rows(weight, "weight")
-    if rows.dtype != torch.int64 or grad.shape != (len(rows), weight.shape[1]):
-        raise ValueError(
-            f"rows must be (K,) int64 and grad (K, {weight.shape[1]}), got {tuple(rows.shape)} {rows.dtype} and "
-            f"{tuple(grad.shape)}"
-        )
-    torch_only(impl, "a row update")
-
-
-def _blocks(rows: Tensor, grad: Tensor, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
-    """Rows and their gradients as `dtype`; on a CPU in blocks whose temporaries stay in the cache."""
-    size = max(1, _BLOCK_NUMEL // grad.shape[1]) if grad.device.type == "cpu" else max(1, len(rows))
+def _blocks(weight: Tensor, rows: Tensor, grad: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Rows and their gradients as accumulators; on a CPU in blocks whose temporaries stay in the cache."""
+    if not grad.numel():
+        return
+    size = max(1, _BLOCK_NUMEL // grad.shape[1]) if grad.device.type == "cpu" else len(rows)
     for block, g in zip(rows.split(size), grad.split(size), strict=True):
-        yield block, g.to(dtype)
+        yield block.long(), g.to(accumulator(weight.dtype))
 
 
 def _subtract_(weight: Tensor, rows: Tensor, change: Tensor) -> None:
@@ -103,3 +174,30 @@ def _sum_of_rows(x: Tensor) -> Tensor:
         width //= 2
         x = x[:, :width] + x[:, width:]
     return x[:, 0]
+
+
+def _fake(*_: object) -> None:
+    """What an update gives back."""
+
+
+_sgd = register(
+    "sgd_update_(Tensor(a!) weight, Tensor rows, Tensor grad, float lr, str impl) -> ()", _run_sgd, fake=_fake
+)
+_adagrad = register(
+    "adagrad_update_(Tensor(a!) weight, Tensor(b!) state, Tensor rows, Tensor grad, float lr, float eps, str impl)"
+    " -> ()",
+    _run_adagrad,
+    fake=_fake,
+)
+_rowwise_adagrad = register(
+    "rowwise_adagrad_update_(Tensor(a!) weight, Tensor(b!) state, Tensor rows, Tensor grad, float lr, float eps,"
+    " str impl) -> ()",
+    _run_rowwise_adagrad,
+    fake=_fake,
+)
+_adam = register(
+    "adam_update_(Tensor(a!) weight, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor rows, Tensor grad, float lr,"
+    " float beta1, float beta2, float eps, int step, str impl) -> ()",
+    _run_adam,
+    fake=_fake,
+)

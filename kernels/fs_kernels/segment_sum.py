@@ -110,7 +110,7 @@ class _Context(FunctionCtx):
 def _setup_context(ctx: _Context, inputs: tuple[Tensor, Tensor, Tensor | None, Impl], output: Tensor) -> None:
     values, offsets, index, ctx.impl = inputs
     ctx.num_rows = values.shape[0]
-    ctx.save_for_backward(offsets, index)
+    ctx.save_for_backward(offsets, index)  # pyright: ignore[reportArgumentType]  # None may be saved too
 
 
 def _backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None, None, None]:

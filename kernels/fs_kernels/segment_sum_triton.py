@@ -1,9 +1,8 @@
 """`segment_sum` in Triton: short segments many to a program, long ones in chunks that many programs share.
 
 The tree adds neighbours first. So the sums of a segment's first CHUNK rows, its next CHUNK rows and so on are nodes of
-it where CHUNK is a power of two, and what stands above them is the tree of a segment of these sums: it takes the same
-kernel again, once for each factor of CHUNK in the longest segment possible. Every addition is the reference's, and so is
-every bit.
+it where CHUNK is a power of two, and what stands above them is the tree of a segment of these sums: the same kernel
+again, once for each factor of CHUNK in the longest segment possible. Every addition is the reference's.
 
 Rows that are not there are -0, which leaves the bits of all that it is added to.
 
@@ -93,9 +92,8 @@ def _reversed_bits(NUM_BITS: tl.constexpr):
 def _tree(x, NUM_BITS: tl.constexpr):
     """`(D,)` from `(2 ** NUM_BITS, D)`, where the order of `_reversed_bits` makes neighbours lie half the rows apart:
     in a thread's own registers."""
-    for bit in tl.static_range(NUM_BITS):
-        half: tl.constexpr = 1 << (NUM_BITS - 1 - bit)
-        x = tl.sum(tl.reshape(x, (2, half, x.shape[1])), 0)  # of two, so no order is left open
+    for _ in tl.static_range(NUM_BITS):
+        x = tl.sum(tl.reshape(x, (2, x.shape[0] // 2, x.shape[1])), 0)  # of two, so no order is left open
     return tl.reshape(x, (x.shape[1],))
 
 
@@ -149,7 +147,7 @@ def _chunk_kernel(
     values, offsets, index, chunks, out, sums, S, D, absent,
     ROW_BITS: tl.constexpr, BLOCK_BITS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """All chunks, of which segment s has `chunks[s]` to `chunks[s + 1] - 1`; the sum of an only one is the segment's."""
+    """All chunks, of which segment s has `chunks[s]` to `chunks[s + 1] - 1`; that of an only one is its sum."""
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)  # (BLOCK_D,)
     zero = tl.full((), 0, tl.int64)
     for chunk in range(zero + tl.program_id(0), tl.load(chunks + S), zero + tl.num_programs(0)):
