@@ -14,3 +14,5 @@ __all__ = [
     "new_group",
     "register",
 ]
+
+register()  # so that `init_process_group("smfree")` finds it, as other packages' backends are found

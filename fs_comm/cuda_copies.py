@@ -59,6 +59,12 @@ class CudaCopies:
             return False
         return True
 
+    def unregister(self) -> None:
+        """Memory that streams no longer use."""
+        with torch.cuda.device(self.device):
+            while self._registered:
+                driver.unregister(self._registered.pop())
+
     def mark_caller(self) -> torch.cuda.Event:
         """What the caller's stream has been given so far, in `begin`'s terms."""
         return _event(torch.cuda.current_stream(self.device))
@@ -107,9 +113,7 @@ class CudaCopies:
         with torch.cuda.device(self.device):
             for stream in self._streams:
                 stream.synchronize()
-            for address in self._registered:
-                driver.unregister(address)
-        self._registered.clear()
+        self.unregister()
         _idle_streams[self.device].append(self._handles)
 
 

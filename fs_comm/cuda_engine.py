@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from fs_comm.chunks import Planner, Put, Step, Take
@@ -92,9 +93,18 @@ class CudaEngine:
         regions: Of all ranks; registered with `copies`.
     """
 
-    def __init__(self, mesh: Mesh, layout: Layout, regions: list[Region], copies: Copies, *, timeout_s: float) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        layout: Layout,
+        regions: list[Region],
+        copies: Copies,
+        device: torch.device,
+        *,
+        timeout_s: float,
+    ) -> None:
         self.rank, self.size, self.timeout_s = mesh.rank, mesh.size, timeout_s
-        self.copies = copies
+        self.copies, self.device = copies, device
         self._mesh, self._layout, self._regions = mesh, layout, regions
         self._own = regions[mesh.rank]
         self._planner = Planner(mesh.rank, mesh.size, slot_bytes=layout.slot_bytes, num_slots=layout.num_slots)

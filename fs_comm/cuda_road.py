@@ -1,4 +1,4 @@
-"""A group's exchanges of CUDA tensors: makes the engine at the first, or finds why the ranks cannot have one."""
+"""A group's exchanges of CUDA tensors: makes the engine that serves its ranks at the first of them."""
 
 import os
 import threading
@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from fs_comm.cuda_copies import CudaCopies
 from fs_comm.cuda_engine import CudaEngine
+from fs_comm.cuda_pinned import Host, PinnedEngine
 from fs_comm.cuda_work import CudaWork
 from fs_comm.driver import DriverError
 from fs_comm.errors import GroupClosed
@@ -27,23 +28,39 @@ MAX_SLOT_BYTES = 4 << 20
 
 
 class CudaRoad:
-    """Made by every rank of the group; nothing happens before the first CUDA tensor, which every rank must bring."""
+    """Made by every rank of the group; nothing happens before the first CUDA tensor, which every rank must bring.
 
-    def __init__(self, store: Store, rank: int, size: int, *, timeout_s: float, name_of: Callable[[int], str]) -> None:
-        self._make = (store, rank, size, timeout_s, name_of)
+    Args:
+        why_apart: Why the ranks cannot share memory; None where they may.
+        host: Makes what carries segments between ranks that do not share memory; every rank calls it then.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        *,
+        why_apart: str | None,
+        host: Callable[[Store], Host],
+        timeout_s: float,
+        name_of: Callable[[int], str],
+    ) -> None:
+        self._store, self._rank, self._size = store, rank, size
+        self._host, self._timeout_s, self._name_of = host, timeout_s, name_of
+        self.why_apart = why_apart
         self._starting = threading.Lock()
-        self._engine: CudaEngine | None = None
-        self._copies: CudaCopies | None = None
+        self._engine: CudaEngine | PinnedEngine | None = None
         self._closed = False
-        self.why_not: str | None = None
-        """Why CUDA tensors go to the inner group; None where they do not, or that is not known yet."""
 
     @property
     def mode(self) -> str:
-        """`"streams wait"` or `"thread waits"`, `"inner"` where the engine cannot serve, `"unused"` before."""
-        if self._copies is None:
-            return "inner" if self.why_not else "unused"
-        return "streams wait" if self._copies.stream_waits else "thread waits"
+        """`"streams wait"`, `"thread waits"`, `"pinned"` where ranks share no memory, `"unused"` before the first."""
+        if self._engine is None:
+            return "unused"
+        if isinstance(self._engine, PinnedEngine):
+            return "pinned"
+        return "streams wait" if self._engine.copies.stream_waits else "thread waits"
 
     def serves(self, tensors: Sequence[Tensor]) -> bool:
         """Whether these, of which one is on no CPU, are exchanged here; the first call waits for all ranks."""
@@ -51,40 +68,41 @@ class CudaRoad:
         if len(devices) > 1:
             raise ValueError(f"all tensors of an operation must be on one device, got {sorted(map(str, devices))}")
         (device,) = devices
-        if device.type != "cuda":
+        if device.type != "cuda" or torch.version.hip is not None:
             return False
         with self._starting:
             if self._closed:
-                raise GroupClosed("the group was shut down; make a new one")
-            if self._engine is None and self.why_not is None:
-                self._start(device)
-        if self._copies is not None and self._copies.device != device:
-            raise ValueError(f"a group exchanges tensors of one device, {self._copies.device} so far; got {device}")
-        return self._engine is not None
+                raise GroupClosed("the group was shut down, or failed before; make a new one")
+            if self._engine is None:
+                try:
+                    self._engine = self._start(device)
+                except BaseException:
+                    self._closed = True
+                    raise
+        if self._engine.device != device:
+            raise ValueError(f"a group exchanges tensors of one device, {self._engine.device} so far; got {device}")
+        return True
 
-    def _start(self, device: torch.device) -> None:
-        store, rank, size, timeout_s, name_of = self._make
-        mesh = Mesh(store, rank, size, timeout_s=timeout_s, name_of=name_of)
-        if len(set(mesh.hosts)) > 1:
-            mesh.close(None)
-            self.why_not = "the ranks are on several hosts"
-            return
-        layout = layout_for(size)
-        regions = share(layout, rank, mesh.sockets, timeout_s)
+    def _start(self, device: torch.device) -> CudaEngine | PinnedEngine:
+        rank, size, timeout_s = self._rank, self._size, self._timeout_s
         # None: try. With "0" a thread looks at memory in place of the streams, on this rank alone.
         copies = CudaCopies(device, stream_waits=False if os.environ.get("FS_COMM_STREAM_WAITS") == "0" else None)
-        store.set(f"registered{rank}", _register(copies, regions))
-        store.wait([f"registered{r}" for r in range(size)], timedelta(seconds=timeout_s))
-        reasons = [store.get(f"registered{r}").decode() for r in range(size)]
-        if any(reasons):
-            self.why_not = "; ".join(f"{name_of(r)}: {why}" for r, why in enumerate(reasons) if why)
+        if self.why_apart is None:
+            mesh = Mesh(PrefixStore("mesh", self._store), rank, size, timeout_s=timeout_s, name_of=self._name_of)
+            layout = layout_for(size)
+            regions = share(layout, rank, mesh.sockets, timeout_s)
+            self._store.set(f"registered{rank}", _register(copies, regions))
+            self._store.wait([f"registered{r}" for r in range(size)], timedelta(seconds=timeout_s))
+            reasons = [self._store.get(f"registered{r}").decode() for r in range(size)]
+            if not any(reasons):
+                return CudaEngine(mesh, layout, regions, copies, device, timeout_s=timeout_s)
+            self.why_apart = "; ".join(f"{self._name_of(r)}: {why}" for r, why in enumerate(reasons) if why)
             mesh.close(None)
-            copies.close()
+            copies.unregister()
             for region in regions:
                 region.close()
-            return
-        self._copies = copies
-        self._engine = CudaEngine(mesh, layout, regions, copies, timeout_s=timeout_s)
+        host = self._host(PrefixStore("host", self._store))
+        return PinnedEngine(host, rank, size, copies, device, timeout_s=timeout_s)
 
     def exchange(
         self,
@@ -95,22 +113,21 @@ class CudaRoad:
         finish: Callable[[], None] | None,
     ) -> CudaWork:
         """As `CudaEngine.submit`, for tensors that `serves` has seen."""
-        engine, copies = self._engine, self._copies
+        engine = self._engine
         assert engine is not None
-        assert copies is not None
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError("an exchange with other processes cannot be captured into a CUDA graph")
 
         def finish_on_copies() -> None:
-            with torch.cuda.stream(copies.last):
+            with torch.cuda.stream(engine.copies.last):
                 if finish is not None:
                     finish()
 
-        with torch.cuda.device(copies.device):
+        with torch.cuda.device(engine.device):
             job = engine.submit(
                 op, DTYPE_NUMBER[sends[0].dtype], sends, receives, finish_on_copies if finish is not None else None
             )
-            return CudaWork(engine, job, result, copies.device)
+            return CudaWork(engine, job, result)
 
     def close(self) -> None:
         with self._starting:

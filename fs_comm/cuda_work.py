@@ -9,15 +9,16 @@ import torch
 import torch.distributed as dist
 
 from fs_comm.cuda_engine import CudaEngine, Job
+from fs_comm.cuda_pinned import PinnedEngine
 from fs_comm.errors import CommTimeout
 
 
 class CudaWork(dist.Work):
     """`wait` orders the current stream after the operation, as for any other CUDA backend."""
 
-    def __init__(self, engine: CudaEngine, job: Job, result: Any, device: torch.device) -> None:
+    def __init__(self, engine: CudaEngine | PinnedEngine, job: Job, result: Any) -> None:
         super().__init__()
-        self._engine, self._job, self._result, self._device = engine, job, result, device
+        self._engine, self._job, self._result = engine, job, result
         self._future: torch.futures.Future[Any] | None = None
         self._settling = threading.Lock()
 
@@ -38,7 +39,7 @@ class CudaWork(dist.Work):
             time.sleep(0.0002)
         if self._job.error is not None:
             raise self._job.error
-        torch.cuda.current_stream(self._device).wait_event(self._job.event)  # pyright: ignore[reportArgumentType]
+        torch.cuda.current_stream(self._engine.device).wait_event(self._job.event)  # pyright: ignore[reportArgumentType]
         return True
 
     def is_completed(self) -> bool:
@@ -59,7 +60,7 @@ class CudaWork(dist.Work):
         with self._settling:
             if self._future is not None:
                 return self._future
-            self._future = torch.futures.Future(devices=[self._device])
+            self._future = torch.futures.Future(devices=[self._engine.device])
         self._job.on_given = self._settle
         if self._job.given.is_set():
             self._settle()

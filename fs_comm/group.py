@@ -12,6 +12,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,6 +39,8 @@ _ROADS = ("attach", "staged", "verbs", "gloo")  # in which they complete, on all
 
 _live: "weakref.WeakSet[SmFreeGroup]" = weakref.WeakSet()
 _DEFAULT_TIMEOUT_S = 300.0
+_SETUP_S = 60.0
+"""How long ranks wait for each other while the group is made, at least: they may still be importing."""
 
 
 def new_group(
@@ -73,7 +76,7 @@ _chosen: dict[str, tuple[str, ...]] = {"transports": TRANSPORTS}
 
 
 def register() -> None:
-    """Makes backend `"smfree"` known to torch.distributed; once."""
+    """Makes backend `"smfree"` known to torch.distributed; `import fs_comm` does."""
     if BACKEND.upper() not in dist.Backend._plugins:  # pyright: ignore[reportPrivateUsage]
         dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
 
@@ -107,18 +110,23 @@ class SmFreeGroup(dist.ProcessGroup):
         super().__init__(rank, size)  # pyright: ignore[reportCallIssue]  the form for subclasses, which stubs leave out
         self._rank, self._size, self._name = rank, size, ""
         self._global_ranks, self._timeout_s = tuple(global_ranks), timeout_s
-        self._inner: Any = dist.ProcessGroupGloo(PrefixStore("inner", store), rank, size, timedelta(seconds=timeout_s))
+        setup_s = max(timeout_s, _SETUP_S)
+        self._inner: Any = dist.ProcessGroupGloo(PrefixStore("inner", store), rank, size, timedelta(seconds=setup_s))
+        self._inner._set_default_timeout(timedelta(seconds=timeout_s))
+        for device in ("cpu", "cuda"):  # for what torch asks of a group's backend in C++, past this class
+            kind = dist.ProcessGroup.BackendType.GLOO
+            self._register_backend(torch.device(device), kind, self._inner)
         self._mesh = Mesh(
             PrefixStore("mesh", store),
             rank,
             size,
-            timeout_s=timeout_s,
+            timeout_s=setup_s,
             name_of=lambda r: f"rank {global_ranks[r]}",
         )
         try:
             self.routes = self._plan(PrefixStore("sites", store), transports)
             """Group rank of each peer → the `Route` to it."""
-            roads = self._open_roads(store)
+            roads = self._open_roads(store, setup_s)
         except BaseException:
             self._mesh.close(None)
             raise
@@ -128,8 +136,29 @@ class SmFreeGroup(dist.ProcessGroup):
             roads=list(roads.values()),
             road_to={p: roads[route.road] for p, route in self.routes.items()},
         )
-        self._cuda = CudaRoad(PrefixStore("cuda", store), rank, size, timeout_s=timeout_s, name_of=self._mesh.name_of)
+        apart = "the ranks are on several hosts" if len(set(self._mesh.hosts)) > 1 else None
+        self._cuda = CudaRoad(
+            PrefixStore("cuda", store),
+            rank,
+            size,
+            why_apart=apart if "shm" in transports else "shm is not among the transports allowed",
+            host=partial(self._host_engine, transports),
+            timeout_s=timeout_s,
+            name_of=self._mesh.name_of,
+        )
         _live.add(self)
+
+    def _host_engine(self, transports: Sequence[str], store: Store) -> Engine:
+        """For what CUDA tensors need of CPU memory: of a group of its own, so that it keeps no order with ours."""
+        self._for_cuda = SmFreeGroup(
+            store,
+            self._rank,
+            self._size,
+            global_ranks=self._global_ranks,
+            transports=transports,
+            timeout_s=self._timeout_s,
+        )
+        return self._for_cuda._engine
 
     @property
     def transport(self) -> str:
@@ -191,7 +220,7 @@ class SmFreeGroup(dist.ProcessGroup):
             return False
         return bool((found == peer).all())
 
-    def _open_roads(self, store: Store) -> dict[str, Road]:
+    def _open_roads(self, store: Store, setup_s: float) -> dict[str, Road]:
         """Those that join any two ranks, since some are opened by all together; in the order of `_ROADS`."""
         opened: dict[str, Road] = {}
         for road in self._roads:
@@ -200,7 +229,7 @@ class SmFreeGroup(dist.ProcessGroup):
                 opened[road] = AttachRoad()
             elif road == "staged":
                 sockets = {p: self._mesh.sockets[p] for p in peers}
-                opened[road] = StagedRoad(Staging(self._rank, self._size, sockets, self._timeout_s))
+                opened[road] = StagedRoad(Staging(self._rank, self._size, sockets, setup_s))
             elif road == "verbs" and peers:
                 opened[road] = VerbsRoad(
                     PrefixStore("verbs", store),
@@ -208,11 +237,11 @@ class SmFreeGroup(dist.ProcessGroup):
                     self._size,
                     peers,
                     local_rank=self._local_rank(),
-                    timeout_s=self._timeout_s,
+                    timeout_s=setup_s,
                     name_of=self._mesh.name_of,
                 )
             elif road == "gloo":
-                opened[road] = GlooRoad(PrefixStore("gloo", store), self._rank, self._size, timeout_s=self._timeout_s)
+                opened[road] = GlooRoad(PrefixStore("gloo", store), self._rank, self._size, timeout_s=setup_s)
         return opened
 
     def _local_rank(self) -> int:
@@ -238,7 +267,7 @@ class SmFreeGroup(dist.ProcessGroup):
                 f"all_gather needs an output of {self._size} times the input's {input.numel()} {input.dtype}, got "
                 f"{output.numel()} {output.dtype}"
             )
-        flat = output if output.is_contiguous() else torch.empty_like(output, memory_format=torch.contiguous_format)
+        flat = _room(output)
         parts = list(flat.view(-1).chunk(self._size)) if output.numel() else [flat.view(-1)] * self._size
         finish = None if flat is output else lambda: output.copy_(flat)
         return self._gather(parts, input, [output], finish, waits=_waits(args))
@@ -251,6 +280,13 @@ class SmFreeGroup(dist.ProcessGroup):
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
+    def allgather_coalesced(self, output_lists: Any, inputs: Any, *args: Any, **kwargs: Any) -> dist.Work:
+        """`output_lists[r][k]` from rank r's `inputs[k]`."""
+        works = [
+            self.allgather([list(outs)], [x]) for outs, x in zip(zip(*output_lists, strict=True), inputs, strict=True)
+        ]
+        return works[-1] if works else self._inner.barrier()
+
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_split_sizes: Any, input_split_sizes: Any, *args: Any, **kwargs: Any
     ) -> dist.Work:
@@ -258,8 +294,8 @@ class SmFreeGroup(dist.ProcessGroup):
             return self._inner.alltoall_base(output, input, output_split_sizes, input_split_sizes, *args)
         if output.dtype != input.dtype:
             raise ValueError(f"all_to_all needs one dtype, got input {input.dtype} and output {output.dtype}")
-        sends = self._split(input.contiguous(), input_split_sizes, "input")
-        flat = output if output.is_contiguous() else torch.empty_like(output, memory_format=torch.contiguous_format)
+        sends = self._split(_plain(input), input_split_sizes, "input")
+        flat = _room(output)
         receives = self._split(flat, output_split_sizes, "output")
         finish = None if flat is output else lambda: output.copy_(flat)
         return self._exchange(Op.ALL_TO_ALL, sends, receives, [output], finish, waits=_waits(args))
@@ -269,28 +305,33 @@ class SmFreeGroup(dist.ProcessGroup):
     def alltoall(self, output_tensors: Any, input_tensors: Any, *args: Any, **kwargs: Any) -> dist.Work:
         if self._goes_inside([*output_tensors, *input_tensors]):
             return self._inner.alltoall(output_tensors, input_tensors, *args)
-        flat = [
-            t if t.is_contiguous() else torch.empty_like(t, memory_format=torch.contiguous_format)
-            for t in output_tensors
-        ]
+        if any(t.dtype != output_tensors[0].dtype for t in (*output_tensors, *input_tensors)):
+            found = sorted({str(t.dtype) for t in (*output_tensors, *input_tensors)})
+            raise ValueError(f"all_to_all needs one dtype, got {found}")
+        if len(output_tensors) != self._size or len(input_tensors) != self._size:
+            raise ValueError(
+                f"all_to_all needs {self._size} inputs and outputs, got {len(input_tensors)} and {len(output_tensors)}"
+            )
+        flat = [_room(t) for t in output_tensors]
 
         def finish() -> None:
             for out, copy in zip(output_tensors, flat, strict=True):
                 if out is not copy:
                     out.copy_(copy)
 
-        sends = [t.contiguous() for t in input_tensors]
+        sends = [_plain(t) for t in input_tensors]
         return self._exchange(Op.ALL_TO_ALL, sends, flat, list(output_tensors), finish, waits=_waits(args))
 
     def _gather(
         self, outputs: list[Tensor], mine: Tensor, result: Any, finish: Any = None, *, waits: bool
     ) -> dist.Work:
-        if len(outputs) != self._size or any(o.numel() != mine.numel() or o.dtype != mine.dtype for o in outputs):
+        fits = len(outputs) == self._size and all(o.dtype == mine.dtype for o in outputs)
+        if not fits or outputs[self._rank].numel() != mine.numel():  # other ranks' sizes are theirs to know
             raise ValueError(
-                f"all_gather needs {self._size} outputs like its input, {mine.numel()} {mine.dtype}, got "
-                f"{[(o.numel(), o.dtype) for o in outputs]}"
+                f"all_gather needs {self._size} outputs of its input's dtype, this rank's own of its size, "
+                f"{mine.numel()} {mine.dtype}, got {[(o.numel(), o.dtype) for o in outputs]}"
             )
-        flat = [o if o.is_contiguous() else torch.empty_like(o, memory_format=torch.contiguous_format) for o in outputs]
+        flat = [_room(o) for o in outputs]
 
         def copy_back() -> None:
             for out, copy in zip(outputs, flat, strict=True):
@@ -299,7 +340,7 @@ class SmFreeGroup(dist.ProcessGroup):
             if finish is not None:
                 finish()
 
-        return self._exchange(Op.ALL_GATHER, [mine.contiguous()] * self._size, flat, result, copy_back, waits=waits)
+        return self._exchange(Op.ALL_GATHER, [_plain(mine)] * self._size, flat, result, copy_back, waits=waits)
 
     def _split(self, x: Tensor, sizes: Sequence[int], what: str) -> list[Tensor]:
         """By rows, evenly where no sizes are given."""
@@ -344,9 +385,6 @@ class SmFreeGroup(dist.ProcessGroup):
 
     def allreduce_coalesced(self, *args: Any, **kwargs: Any) -> dist.Work:
         return self._inner.allreduce_coalesced(*args, **kwargs)
-
-    def allgather_coalesced(self, *args: Any, **kwargs: Any) -> dist.Work:
-        return self._inner.allgather_coalesced(*args, **kwargs)
 
     def barrier(self, *args: Any, **kwargs: Any) -> dist.Work:
         return self._inner.barrier()
@@ -432,6 +470,18 @@ def _tell_all(store: Store, key: str, rank: int, size: int, mine: Any) -> list[A
     """What each rank tells, by rank; plain values."""
     store.set(f"{key}{rank}", json.dumps(mine))
     return [json.loads(store.get(f"{key}{r}")) for r in range(size)]
+
+
+def _plain(t: Tensor) -> Tensor:
+    """The same values, lying in memory as they are read."""
+    return t.contiguous().resolve_conj().resolve_neg()
+
+
+def _room(t: Tensor) -> Tensor:
+    """Contiguous memory for `t`'s values: its own where it can be."""
+    if t.is_contiguous() and not t.is_conj() and not t.is_neg():
+        return t
+    return torch.empty(t.shape, dtype=t.dtype, device=t.device)
 
 
 def _bytes_of(t: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 import fs_comm
 from fs_comm.cuda_engine import CudaEngine, Job
+from fs_comm.cuda_pinned import PinnedEngine
 from fs_comm.mesh import Mesh
 from fs_comm.staging import RING, Layout, share
 from fs_comm.wire import DTYPE_NUMBER, Op
@@ -71,7 +72,7 @@ def engine(timeout_s: float = 20.0) -> CudaEngine:
     store = PrefixStore(f"engine{_made}", dist.distributed_c10d._get_default_store())
     mesh = Mesh(store, rank, size, timeout_s=timeout_s, name_of=lambda r: f"rank {r}")
     regions = share(LAYOUT[size], rank, mesh.sockets, timeout_s)
-    return CudaEngine(mesh, LAYOUT[size], regions, HostCopies(), timeout_s=timeout_s)
+    return CudaEngine(mesh, LAYOUT[size], regions, HostCopies(), torch.device("cpu"), timeout_s=timeout_s)
 
 
 def all_to_all(e: CudaEngine, sends: list[Tensor], receives: list[Tensor]) -> Job:
@@ -219,3 +220,41 @@ def _abort() -> str:
 
 def test_an_abort_fails_what_is_under_way_at_the_peers(ranks: Ranks) -> None:
     assert re.search(r"rank 0 gave the group up: .*aborted", ranks(2).run(_abort)[1])
+
+
+def _pinned() -> None:
+    global _made
+    _made += 1
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group = fs_comm.new_group(transports=("gloo",), timeout_s=20.0)
+    assert isinstance(group, fs_comm.SmFreeGroup)
+    store = PrefixStore(f"pinned{_made}", dist.distributed_c10d._get_default_store())
+    e = PinnedEngine(
+        group._host_engine(("gloo",), store), rank, size, HostCopies(), torch.device("cpu"), timeout_s=20.0
+    )
+    e.segment_bytes = 40_000
+    for n in range(12):
+        rows = [[(r * 7 + p * 3 + n) % 5 * (1, 9000)[n % 2] for p in range(size)] for r in range(size)]
+        sends = [torch.arange(rows[rank][p]) * size * size + size * rank + p for p in range(size)]
+        receives = [torch.full((rows[p][rank],), -1) for p in range(size)]
+        same = [torch.full((30_000,), -1) for _ in range(size)]
+        job = e.submit(Op.ALL_TO_ALL, DTYPE_NUMBER[torch.int64], sends, receives, None)
+        dist.all_gather(list(torch.empty(size, 1)), torch.zeros(1), group=group)  # in any order with them
+        wait(e.submit(Op.ALL_GATHER, DTYPE_NUMBER[torch.int64], [torch.arange(30_000) + rank] * size, same, None))
+        wait(job)
+        for p in range(size):
+            assert torch.equal(receives[p], torch.arange(rows[p][rank]) * size * size + size * p + rank)
+            assert torch.equal(same[p], torch.arange(30_000) + p)
+    parts = [torch.zeros(2).long(), torch.zeros(3 if rank == 0 else 2).long()]
+    bad = e.submit(Op.ALL_TO_ALL, DTYPE_NUMBER[torch.int64], parts, [torch.zeros(2).long()] * size, None)
+    with pytest.raises(fs_comm.CommError, match=r"has 24 bytes|which has 24|gave the group up"):
+        wait(bad)
+    with pytest.raises(fs_comm.GroupClosed):
+        e.submit(Op.ALL_TO_ALL, DTYPE_NUMBER[torch.int64], sends, receives, None)
+    e.close()
+    e.close()
+    dist.destroy_process_group(group)
+
+
+def test_segments_over_roads_of_the_cpu_bring_every_part(ranks: Ranks) -> None:
+    ranks(2).run(_pinned)
