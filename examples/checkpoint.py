@@ -10,18 +10,16 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
 
 def newest(run: Path) -> Path | None:
-    """The newest complete checkpoint of a run; DCP writes `.metadata` last, so one without it was cut short."""
-    complete = [p.parent for p in run.glob("step_*/.metadata")]
-    return max(complete, key=lambda p: int(p.name.removeprefix("step_")), default=None)
+    """The newest complete checkpoint of a run."""
+    return next(reversed(_complete(run)), None)
 
 
 def save(state: dict[str, Any], run: Path, step: int, *, keep: int = 2) -> None:
     """Collective: writes `state` as the run's checkpoint of `step`, and drops all but the `keep` newest."""
     state_dict_saver.save(state, checkpoint_id=run / f"step_{step:08d}")
-    if rank() == 0:
-        complete = sorted(run.glob("step_*/.metadata"))
-        for old in complete[:-keep]:
-            shutil.rmtree(old.parent)
+    if dist.get_rank() == 0:
+        for old in _complete(run)[:-keep]:
+            shutil.rmtree(old)
 
 
 def load(state: dict[str, Any], path: Path) -> None:
@@ -29,8 +27,9 @@ def load(state: dict[str, Any], path: Path) -> None:
     state_dict_loader.load(state, checkpoint_id=path)
 
 
-def rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
+def _complete(run: Path) -> list[Path]:
+    """Oldest first. DCP writes `.metadata` last, so a checkpoint without it was cut short."""
+    return sorted(metadata.parent for metadata in run.glob("step_*/.metadata"))
 
 
 class RandomState:

@@ -32,9 +32,7 @@ class NextItemTask:
     """Negatives change with it."""
 
     def __call__(self, batch: Batch) -> Batch:
-        user, history = batch["user"], batch["history"]
-        assert isinstance(user, Tensor)
-        assert isinstance(history, JaggedColumn)
+        (user,), (history,) = dense(batch, "user"), jagged(batch, "history")
         items, offsets = history.values, history.offsets
         keep_as_input = torch.ones(len(items), dtype=torch.bool)
         keep_as_target = torch.ones(len(items), dtype=torch.bool)
@@ -59,10 +57,7 @@ class RankingTask:
 
     def __call__(self, batch: Batch) -> Batch:
         (history,) = jagged(batch, "history")
-        user, truth, validation = batch["user"], batch[self.split], batch["validation"]
-        assert isinstance(user, Tensor)
-        assert isinstance(truth, Tensor)
-        assert isinstance(validation, Tensor)
+        user, truth, validation = dense(batch, "user", self.split, "validation")
         held_out = truth.nonzero().squeeze(1)  # 0 stands for users with too few items
         user, truth, validation = user[held_out], truth[held_out], validation[held_out]
         seq = JaggedColumn(*jagged_permute(history.values, history.offsets, held_out))
@@ -79,6 +74,13 @@ def jagged(batch: Batch, *names: str) -> list[JaggedColumn]:
     """The batch's columns of these names, which must be jagged."""
     columns = [batch[name] for name in names]
     assert all(isinstance(column, JaggedColumn) for column in columns), names
+    return columns  # pyright: ignore[reportReturnType]  what the line above has checked
+
+
+def dense(batch: Batch, *names: str) -> list[Tensor]:
+    """The batch's columns of these names, which must hold one value, or one row of values, a sample."""
+    columns = [batch[name] for name in names]
+    assert all(isinstance(column, Tensor) for column in columns), names
     return columns  # pyright: ignore[reportReturnType]  what the line above has checked
 
 
@@ -105,21 +107,21 @@ def unseen_items(history: JaggedColumn, user: Tensor, counts: Tensor, num_items:
     key = _mix(user.numpy().astype(np.uint64)[row] ^ _mix(np.asarray([salt], np.int64).view(np.uint64)))
     draw = np.zeros(len(row), np.int64)
     open_places = np.arange(len(row))
-    for attempt in range(_MOST_REDRAWS):
-        if not len(open_places):
-            return torch.from_numpy(draw)
+    attempt = 0
+    while len(open_places):
+        if attempt == _MOST_REDRAWS:
+            raise ValueError(
+                f"user {int(user[row[open_places[0]]])} has seen nearly all of the {num_items} items: no unseen one "
+                f"was found in {_MOST_REDRAWS} draws; check the number of items"
+            )
         fresh = _mix(
             key[open_places] + place[open_places].astype(np.uint64) * np.uint64(_MOST_REDRAWS) + np.uint64(attempt)
         )
         draw[open_places] = (fresh % np.uint64(num_items)).astype(np.int64) + 1
         hit = np.isin(row[open_places] * np.int64(num_items + 1) + draw[open_places], seen)
         open_places = open_places[hit]
-    if not len(open_places):
-        return torch.from_numpy(draw)
-    raise ValueError(
-        f"user {int(user[row[open_places[0]]])} has seen nearly all of the {num_items} items: no unseen one was found "
-        f"in {_MOST_REDRAWS} draws; check the number of items"
-    )
+        attempt += 1
+    return torch.from_numpy(draw)
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -7,6 +7,7 @@ import argparse
 import json
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from rich.console import Console
@@ -14,10 +15,18 @@ from rich.table import Table
 
 from fs_data.generate import write_histories
 
-NUM_ITEMS = 20_000
+NUM_ITEMS, MAX_LENGTH = 20_000, 1_000
+SETTINGS = {
+    "num-items": NUM_ITEMS,
+    "max-length": MAX_LENGTH,
+    "dim": 32,
+    "dropout": 0.1,
+    "batch-size": 16,
+    "log-every": 20,
+}
 VARIANTS = {
-    "plain, synchronous": ("--loader", "plain", "--embeddings", "synchronous"),
-    "balanced, prioritized": ("--loader", "balanced", "--embeddings", "prioritized"),
+    "plain, synchronous": {"loader": "plain", "embeddings": "synchronous"},
+    "balanced, prioritized": {"loader": "balanced", "embeddings": "prioritized"},
 }
 ROWS = {
     "loss": ("loss", "{:.4f}"),
@@ -42,42 +51,38 @@ def main() -> int:
     options.folder.mkdir(parents=True, exist_ok=True)
     console = Console()
     console.print(f"generating {options.users} histories in {data}")
-    write_histories(data, num_users=options.users, num_items=NUM_ITEMS, max_length=1_000, seed=0)
+    write_histories(data, num_users=options.users, num_items=NUM_ITEMS, max_length=MAX_LENGTH, seed=0)
 
     found: dict[str, dict[str, float]] = {}
-    for name, flags in VARIANTS.items():
+    for name, variant in VARIANTS.items():
         console.rule(name)
-        report = options.folder / f"{flags[1]}.json"
-        command = [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.ranks}"),
-            *("-m", "examples.train", "--data", str(data), "--num-items", str(NUM_ITEMS), "--max-length", "1000"),
-            *(
-                "--dim",
-                "32",
-                "--dropout",
-                "0.1",
-                "--batch-size",
-                "16",
-                "--epochs",
-                "1",
-                "--max-steps",
-                str(options.steps),
-            ),
-            *("--out", str(options.folder / flags[1]), "--report", str(report), "--log-every", "20", *flags),
-        ]
-        status = subprocess.run(command, check=False, timeout=600).returncode
-        if status:
+        out = options.folder / variant["loader"]
+        report = out.with_suffix(".json")
+        flags = SETTINGS | variant | {"data": data, "max-steps": options.steps, "out": out, "report": report}
+        if status := train(options.ranks, flags):
             console.print(f"[red]the run '{name}' failed with exit status {status}")
             return 1
         found[name] = json.loads(report.read_text())
-
-    table = Table(title=f"{options.steps} steps on {options.ranks} ranks")
-    for column in ("", *found):
-        table.add_column(column, justify="right" if column else "left")
-    for title, (key, form) in ROWS.items():
-        table.add_row(title, *(form.format(figures[key]) for figures in found.values()))
-    console.print(table)
+    console.print(side_by_side(found, f"{options.steps} steps on {options.ranks} ranks"))
     return 0
+
+
+def train(num_ranks: int, flags: Mapping[str, object]) -> int:
+    """Runs `examples.train` under torchrun; its exit status."""
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}")
+    command = [*torchrun, "-m", "examples.train", *(f"--{name}={value}" for name, value in flags.items())]
+    return subprocess.run(command, check=False, timeout=600).returncode
+
+
+def side_by_side(found: Mapping[str, Mapping[str, float]], title: str) -> Table:
+    """A column a variant, a row a figure."""
+    table = Table(title=title)
+    table.add_column("", no_wrap=True)
+    for name in found:
+        table.add_column(name, justify="right")
+    for row, (key, form) in ROWS.items():
+        table.add_row(row, *(form.format(figures[key]) for figures in found.values()))
+    return table
 
 
 if __name__ == "__main__":

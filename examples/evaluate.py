@@ -5,9 +5,8 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from examples.data import Batch, RankingTask
+from examples.data import Batch, RankingTask, dense, jagged
 from examples.metrics import ranking_sums
 from examples.model import SequenceModel
 from fs_data import JaggedColumn
@@ -25,9 +24,7 @@ def evaluate(model: SequenceModel, data: str, split: str, *, batch_size: int, de
     was_training = model.training
     model.eval()
     for batch in _equal_steps(map(task, cast("Iterator[Batch]", iter(dataset))), task.num_negatives + 1):
-        seq, candidates = batch["seq"], batch["candidates"]
-        assert isinstance(seq, JaggedColumn)
-        assert isinstance(candidates, Tensor)
+        (seq,), (candidates,) = jagged(batch, "seq"), dense(batch, "candidates")
         sums += ranking_sums(model.score(seq.to(device), candidates.to(device)).cpu())
     model.train(was_training)
     dist.all_reduce(sums)

@@ -18,8 +18,7 @@ def process_group(timeout_s: float) -> Iterator[torch.device]:
     gpus = torch.cuda.device_count()
     device = torch.device("cuda", local_rank % gpus) if gpus else torch.device("cpu")
     # NCCL refuses two ranks on one GPU; gloo does not mind.
-    shared_gpu = gpus < int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    backend = "cpu:gloo,cuda:nccl" if gpus and not shared_gpu else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if gpus >= int(os.environ.get("LOCAL_WORLD_SIZE", "1")) else "gloo"
     if gpus:
         torch.cuda.set_device(device)
     for name, value in (("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29500"), ("RANK", "0"), ("WORLD_SIZE", "1")):
@@ -32,9 +31,8 @@ def process_group(timeout_s: float) -> Iterator[torch.device]:
 
 
 def explain(error: Exception) -> str:
-    """One line: the error, and the rank that was lost where that is what lies behind it."""
-    text = " ".join(str(error).split())
-    if isinstance(error, RuntimeError):
-        for lost, reason in fs_comm.lost_ranks(timeout_s=5.0).items():
-            return f"lost rank {lost} ({reason}); restart all ranks with --resume to go on from the newest checkpoint"
-    return text
+    """One line: the ranks that were lost where that is what lies behind the error, else the error."""
+    if isinstance(error, RuntimeError) and (lost := fs_comm.lost_ranks(timeout_s=5.0)):
+        names = ", ".join(f"rank {rank} ({reason})" for rank, reason in lost.items())
+        return f"lost {names}; restart all ranks with --resume to go on from the newest checkpoint"
+    return " ".join(str(error).split())

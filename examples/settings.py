@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args, get_origin
 
 import torch.distributed as dist
 
@@ -17,11 +17,11 @@ class Settings:
     """Item ids run from 1 to this."""
     out: Path = Path("runs/default")
     """Folder for checkpoints and the log of losses."""
-    loader: str = "balanced"
-    """`balanced`, or `plain` for the DataLoader alone."""
+    loader: Literal["balanced", "plain"] = "balanced"
+    """`plain` is the DataLoader alone."""
     partitioner: str = "few_moves"
     embeddings: Literal["prioritized", "synchronous"] = "prioritized"
-    """`prioritized`, or `synchronous`."""
+    """`synchronous` is the same training without looking ahead."""
     epochs: int = 1
     max_steps: int = 0
     """Stop after this many steps; 0 means no limit."""
@@ -34,8 +34,8 @@ class Settings:
     dropout: float = 0.3
     lr: float = 1e-3
     """Of Adam, for the dense part."""
-    embedding_optimizer: str = "rowwise_adagrad"
-    """`rowwise_adagrad`, `sgd` or `adam`: for the item table."""
+    embedding_optimizer: Literal["rowwise_adagrad", "sgd", "adam"] = "rowwise_adagrad"
+    """For the item table."""
     embedding_lr: float = 0.05
     double: bool = False
     """Trains in float64."""
@@ -56,18 +56,15 @@ class Settings:
     """Rank 0 writes the run's figures there, as JSON."""
 
 
-_CHOICES = {
-    "loader": ("balanced", "plain"),
-    "embeddings": ("prioritized", "synchronous"),
-    "embedding_optimizer": ("rowwise_adagrad", "sgd", "adam"),
-}
 # What may differ between ranks without harm.
 _OWN = ("report",)
 
 
 def parse(arguments: list[str] | None = None) -> Settings:
     parser = argparse.ArgumentParser(
-        prog="examples.train", description="Trains a SASRec-like model on parquet histories."
+        prog="examples.train",
+        description="Trains a SASRec-like model on parquet histories.",
+        epilog="examples/settings.py says what each flag means, and its default.",
     )
     for field in dataclasses.fields(Settings):
         flag, default = "--" + field.name.replace("_", "-"), field.default
@@ -77,7 +74,8 @@ def parse(arguments: list[str] | None = None) -> Settings:
             parser.add_argument(flag, type=field.type, required=True)  # pyright: ignore[reportArgumentType]
         else:
             kind = Path if field.name in ("out", "report") else type(default)
-            parser.add_argument(flag, type=kind, default=default, choices=_CHOICES.get(field.name))
+            choices = get_args(field.type) if get_origin(field.type) is Literal else None
+            parser.add_argument(flag, type=kind, default=default, choices=choices)
     return Settings(**vars(parser.parse_args(arguments)))
 
 

@@ -3,13 +3,13 @@
 import sys
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 
 class StepBar:
     """Counts the steps of an epoch; silent on all ranks but one."""
 
-    def __init__(self, title: str, *, total: int | None = None, enabled: bool) -> None:
+    def __init__(self, title: str, *, enabled: bool) -> None:
         self._console = Console(file=sys.stderr)
         self._enabled = enabled
         self._progress = Progress(
@@ -20,7 +20,7 @@ class StepBar:
             console=self._console,
             disable=not (enabled and self._console.is_terminal),
         )
-        self._task: TaskID = self._progress.add_task(title, total=total)
+        self._task = self._progress.add_task(title, total=None)  # nobody knows before the first rank has run out
 
     def __enter__(self) -> "StepBar":
         self._progress.start()

@@ -72,6 +72,8 @@ class Totals:
 
 
 class Trainer:
+    """One rank of the run: model, tables, optimizers, loader, and where they are."""
+
     def __init__(self, settings: Settings, device: torch.device) -> None:
         self.settings, self.device = settings, device
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
