@@ -362,6 +362,11 @@ class SmFreeGroup(dist.ProcessGroup):
     def _exchange(
         self, op: Op, sends: Sequence[Tensor], receives: Sequence[Tensor], result: Any, finish: Any, *, waits: bool
     ) -> dist.Work:
+        if sends[self._rank].numel() != receives[self._rank].numel():
+            raise ValueError(
+                f"what a rank sends to itself must be what it receives: {sends[self._rank].numel()} elements, "
+                f"{receives[self._rank].numel()} expected"
+            )
         if sends[0].is_cuda:
             return self._cuda.exchange(op, sends, receives, result, finish)
         exchange = Exchange(

@@ -1,5 +1,6 @@
 """The handle of an asynchronous operation, as torch.distributed gives it."""
 
+import copy
 from datetime import timedelta
 
 import torch
@@ -53,4 +54,6 @@ class ExchangeWork(dist.Work):
         if self._exchange.error is None:
             self._future.set_result(self._result)
         else:
-            self._future.set_exception(self._exchange.error)  # pyright: ignore[reportArgumentType]
+            # A copy: the error that `wait` raises refers to the caller's frames, and so to this work; a ring that leads
+            # through the future is out of the garbage collector's sight, and would keep the group for ever.
+            self._future.set_exception(copy.copy(self._exchange.error))  # pyright: ignore[reportArgumentType]
