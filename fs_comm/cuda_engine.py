@@ -388,21 +388,25 @@ class CudaEngine:
         self._own.fail(f"{jobs[0]}: {self._failed}")
         for job in jobs:  # before streams go on without their bytes
             job.error = job.error or self._failed
-        while not all(self._is_dry(job) for job in jobs):
-            self._release(jobs)
-            time.sleep(0.001)
+        self._drain()
         for job in jobs:
             job.given.set()
             job.on_given()
 
-    def _is_dry(self, job: Job) -> bool:
-        """Whether the streams are done with a job that failed."""
-        if not self.copies.stream_waits:
-            return True
+    def _drain(self) -> None:
+        """Returns once the streams are done with all that they were given, and may be given by callers under way."""
+        last: Event | None = None
         try:
-            return job.given.is_set() and (job.event is None or job.event.query())
+            while last is None or not last.query():
+                jobs = list(self._under_way)
+                if self.copies.stream_waits:
+                    self._release(jobs)
+                if last is None and (not self.copies.stream_waits or all(job.given.is_set() for job in jobs)):
+                    self.copies.join()
+                    last = self.copies.end()
+                time.sleep(0.001)
         except RuntimeError:
-            return True  # the device itself has failed: its streams wait for nothing any more
+            pass  # the device itself has failed: its streams wait for nothing any more
 
     def _release(self, jobs: Sequence[Job]) -> None:
         """Sets every word that this rank's streams may wait for. Peers may still write them: it takes repeating."""
