@@ -161,6 +161,11 @@ class SmFreeGroup(dist.ProcessGroup):
         return self._for_cuda._engine
 
     @property
+    def host(self) -> str:
+        """Of this rank; equal for ranks that share memory."""
+        return self._mesh.host
+
+    @property
     def transport(self) -> str:
         """Those that join this rank to others, such as `shm` or `shm+gloo`; `none` where it has no peers."""
         return summary({r.transport for r in self.routes.values()}, TRANSPORTS)
