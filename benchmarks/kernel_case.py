@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -77,6 +78,7 @@ def copy_of(num_bytes: int) -> Run:
     return lambda: target.copy_(source)
 
 
+@cache
 def fbgemm() -> Any:
     """`torch.ops.fbgemm`, or None where FBGEMM is not installed."""
     found: ModuleType | None = None

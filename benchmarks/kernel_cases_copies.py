@@ -1,6 +1,6 @@
 """What the kernels that only move rows are timed at: heavy-tailed rows of ids, and of values of 512 bytes."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -56,18 +56,18 @@ def _permute(b: Batch) -> Case:
         num_bytes=2 * b.num_bytes,
         ours=lambda: fs_kernels.jagged_permute(b.values, b.offsets, index, out_size=len(b.values)),
         torch=lambda: gather_rows(b.values, b.offsets, index, len(b.values)),
-        fbgemm=_fbgemm_permute(b, index),
+        fbgemm=(lambda: _fbgemm_permute(b.values, b.offsets.diff(), index)) if fbgemm() else None,
     )
 
 
 def _transpose(b: Batch) -> Case:
-    index = torch.arange(len(b.lengths), device="cuda").view(KEYS, -1).t().flatten()
+    index = _transposed(len(b.lengths))
     return Case(
         kernel=f"keyed_transpose, {b.kind}",
         num_bytes=2 * b.num_bytes,
         ours=lambda: fs_kernels.keyed_transpose(b.values, b.offsets, KEYS),
         torch=lambda: gather_rows(b.values, b.offsets, _transposed(len(b.lengths)), len(b.values)),
-        fbgemm=_fbgemm_permute(b, index),
+        fbgemm=(lambda: _fbgemm_permute(b.values, b.offsets.diff(), index)) if fbgemm() else None,
     )
 
 
@@ -88,17 +88,21 @@ def _combine_index(b: Batch) -> Case:
 
 
 def dispatch_case(b: Batch, bounds: Tensor, index: Tensor | None) -> Case:
-    """All samples, to the ranks in `bounds`; torch and FBGEMM make the same blocks without gaps between sections."""
+    """All samples, to the ranks in `bounds`; torch and FBGEMM plan and make the same blocks, without gaps in them."""
     columns, keys = [(b.values, b.offsets)], [KEYS]
     blocks, _ = fs_kernels.ranged_dispatch(columns, bounds, index=index, num_keys=keys)
     size = len(blocks)
-    rows, offsets = _ranges(b, bounds, index)
+
+    def by_fbgemm() -> Tensor:
+        rows, offsets = _ranges(b, bounds, index)
+        return _fbgemm_permute(b.values, offsets.diff(), rows)
+
     return Case(
         kernel=f"ranged_dispatch{_with(index)}, {b.kind}",
         num_bytes=2 * b.num_bytes,
         ours=lambda: fs_kernels.ranged_dispatch(columns, bounds, index=index, num_keys=keys, out_size=size),
-        torch=lambda: gather_rows(b.values, offsets, rows, len(b.values)),
-        fbgemm=_fbgemm_permute(b, rows, offsets.diff()),
+        torch=lambda: gather_rows(b.values, *_ranges(b, bounds, index)[::-1], len(b.values)),
+        fbgemm=by_fbgemm if fbgemm() else None,
     )
 
 
@@ -107,14 +111,23 @@ def combine_case(b: Batch, bounds: Tensor, index: Tensor | None) -> Case:
     blocks, _ = fs_kernels.ranged_dispatch(columns, bounds, index=index, num_keys=keys)
     like = [(b.values[:0], b.offsets)]
     rows, offsets = _ranges(b, bounds, index)
-    back, packed_offsets = _inverse(rows), _offsets(offsets.diff()[rows].cpu()).cuda()
-    dense = Batch(gather_rows(b.values, offsets, rows, len(b.values)), packed_offsets, b.lengths, b.kind)
+    dense = gather_rows(b.values, offsets, rows, len(b.values))
+
+    def inverse() -> tuple[Tensor, Tensor]:
+        rows, offsets = _ranges(b, bounds, index)
+        packed = _offsets(offsets.diff()[rows])
+        return packed, torch.empty_like(rows).index_copy_(0, rows, torch.arange(len(rows), device="cuda"))
+
+    def by_fbgemm() -> Tensor:
+        packed, back = inverse()
+        return _fbgemm_permute(dense, packed.diff(), back)
+
     return Case(
         kernel=f"ranged_combine{_with(index)}, {b.kind}",
         num_bytes=2 * b.num_bytes,
         ours=lambda: fs_kernels.ranged_combine(blocks, like, bounds, index=index, num_keys=keys, out_sizes=sizes),
-        torch=lambda: gather_rows(dense.values, packed_offsets, back, len(b.values)),
-        fbgemm=_fbgemm_permute(dense, back, packed_offsets.diff()),
+        torch=lambda: gather_rows(dense, *inverse(), len(b.values)),
+        fbgemm=by_fbgemm if fbgemm() else None,
     )
 
 
@@ -132,7 +145,7 @@ def _ranges(b: Batch, bounds: Tensor, index: Tensor | None) -> tuple[Tensor, Ten
         starts = torch.arange(KEYS, device="cuda")[:, None] * b.num_samples + bounds[:-1]  # (KEYS, R)
         offsets = torch.cat([b.offsets[starts.flatten()], b.offsets[-1:]])
         return _transposed(starts.numel()), offsets
-    rank = torch.repeat_interleave(torch.arange(len(bounds) - 1, device="cuda"), bounds.diff())
+    rank = torch.searchsorted(bounds, torch.arange(len(index), device="cuda"), right=True) - 1
     rows = torch.arange(KEYS, device="cuda")[:, None] * b.num_samples + index  # (KEYS, n)
     order = (rank * KEYS + torch.arange(KEYS, device="cuda")[:, None]).flatten().argsort(stable=True)
     return rows.flatten()[order], b.offsets
@@ -142,15 +155,11 @@ def _transposed(num_rows: int) -> Tensor:
     return torch.arange(num_rows, device="cuda").view(KEYS, -1).t().flatten()
 
 
-def _fbgemm_permute(b: Batch, index: Tensor, lengths: Tensor | None = None) -> Callable[[], object] | None:
+def _fbgemm_permute(values: Tensor, lengths: Tensor, index: Tensor) -> Tensor:
     ops = fbgemm()
-    if ops is None:
-        return None
-    lengths = b.offsets.diff() if lengths is None else lengths
-    if b.values.dim() == 2:
-        return lambda: ops.jagged_index_select(b.values, lengths, index, len(b.values))[0]
-    narrow = index.int()
-    return lambda: ops.permute_1D_sparse_data(narrow, lengths, b.values, None, len(b.values))[1]
+    if values.dim() == 2:
+        return ops.jagged_index_select(values, lengths, index, len(values))[0]
+    return ops.permute_1D_sparse_data(index.int(), lengths, values, None, len(values))[1]
 
 
 def _with(index: Tensor | None) -> str:
@@ -159,10 +168,6 @@ def _with(index: Tensor | None) -> str:
 
 def _bounds(num_samples: int) -> Tensor:
     return torch.linspace(0, num_samples, RANKS + 1).long().cuda()
-
-
-def _inverse(rows: Tensor) -> Tensor:
-    return torch.empty_like(rows).index_copy_(0, rows, torch.arange(len(rows), device=rows.device))
 
 
 def _lengths(num_rows: int, mean: float) -> Tensor:

@@ -120,7 +120,10 @@ def _copy_kernel(
     if len(WORDS) == 1:
         _copy_words(packed, ends, starts, sizes, row, last, first, stop, SCALE, WORDS[0], LANES, PACK)
     else:
-        word = _widest_word(ends, starts, sizes, row, last, SCALE)
+        widest = _widest_word(ends, starts, sizes, row, last, SCALE)
+        word = widest * 0 + WORDS[0]
+        for i in tl.static_range(1, len(WORDS)):
+            word = tl.where(widest >= WORDS[i], WORDS[i], word)
         for i in tl.static_range(len(WORDS)):
             if word == WORDS[i]:
                 _copy_words(packed, ends, starts, sizes, row, last, first, stop, SCALE, WORDS[i], LANES, PACK)
@@ -147,12 +150,19 @@ def _tile_rows_kernel(
 
 
 def copy_rows(
-    packed: Tensor, ends: Tensor, starts: Tensor, sizes: Tensor | None, *, scale: int, narrowest: int, pack: bool
+    packed: Tensor,
+    ends: Tensor,
+    starts: Tensor,
+    sizes: Tensor | None,
+    *,
+    scale: int,
+    words: tuple[int, ...],
+    pack: bool,
 ) -> None:
     """Copies all rows into the contiguous `packed`, or where `pack` is False, from there to where they lie.
 
-    `ends` `(M + 1,)`, `starts` and `sizes` `(M,)` int64 are in values of `scale` bytes, addresses, and bytes.
-    `narrowest` is the width in bytes of the words by which any row can be moved, as from `narrowest_word`.
+    `ends`, `starts` and `sizes` `(M,)` int64 are in values of `scale` bytes, addresses, and bytes. `words` are the
+    widths in bytes to choose from for each tile, ascending; any row can be moved by the first.
     """
     num_bytes = packed.numel() * packed.element_size()
     if not num_bytes or not len(starts):
@@ -168,7 +178,6 @@ def copy_rows(
             (_TILE, _BLOCK),
             device=packed.device,
         )
-    words = (narrowest,) if sizes is None else tuple(w for w in (1, 2, 4, 8, 16) if w >= narrowest)
     launch(
         _copy_kernel,
         num_tiles,

@@ -72,7 +72,7 @@ def _plan(
 
 def _gather(values: Tensor, ends: Tensor, starts: Tensor, out_size: int) -> Tensor:
     out = values.new_empty(out_size, *values.shape[1:])
-    copy_rows(out, ends, starts, None, scale=value_bytes(values), narrowest=narrowest_word(values, out), pack=True)
+    copy_rows(out, ends, starts, None, scale=value_bytes(values), words=(narrowest_word(values, out),), pack=True)
     return out
 
 

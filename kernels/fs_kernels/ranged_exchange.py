@@ -1,8 +1,9 @@
 """Samples into one send buffer, a block for each rank, and out of received blocks: the two sides of an AllToAll.
 
-A block holds for each key of each column the values of its samples, back to back, as a section that begins at a
-multiple of 16 bytes; what is left up to the next section is zero. So a section can be viewed in its column's dtype,
-columns of different dtypes travel together, and equal samples give equal bytes.
+A block holds a section for each column: the values of its samples, back to back, key after key, so that it is itself a
+column of these samples. Sections begin at multiples of 16 bytes, and what is left up to the next one is zero. So a
+section can be viewed in its column's dtype, columns of different dtypes travel together, and equal samples give equal
+bytes.
 
 Legend: R ranks, C columns, F keys of all columns, B samples of the batch, n samples that are exchanged, P elements of
 the buffer.

@@ -1,7 +1,7 @@
 """`ranged_dispatch` and `ranged_combine` in Triton: a plan of what lies where in the buffer, then one copy of it all.
 
-Without an index a section is one range of its column, and the rows of `_copy_triton` are the R * F sections. With one,
-they are the F * n rows of all samples, in the order of the buffer.
+A range is what a block holds of one key. Without an index it is one piece of its column, and the rows of `_copy_triton`
+are the R * F ranges. With one, they are the F * n rows of all samples, in the order of the buffer.
 
 Legend: R ranks, C columns, F keys of all columns, B samples of the batch, n samples that are exchanged.
 """
@@ -19,7 +19,7 @@ from fs_kernels._launch import jit, launch
 from fs_kernels._words import narrowest_word, value_bytes
 
 _BLOCK = 256
-_PLACED_BY_ONE = 1 << 14  # sections: up to here one program adds them up, which saves launches
+_PLACED_BY_ONE = 1 << 14  # ranges: up to here one program adds them up, which saves launches
 _COLUMNS = 32  # taken by one launch: every one is an argument, and code of its own
 
 
@@ -69,14 +69,14 @@ def _padded(num_bytes):
 
 
 @jit
-def _sections_kernel(
+def _ranges_kernel(
     offsets, addresses, forms, ends, bounds, given, blocks, cuts, starts, sizes,
     n: tl.int64, B: tl.int64, R: tl.int64, F: tl.int64, first_key: tl.int64, ITEM: tl.int64,
     C: tl.constexpr, PLACE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Where sections begin, in `cuts`, and blocks, in `blocks`, by one program; else only their bytes.
+    """Where ranges begin, in `cuts`, and blocks, in `blocks`, by one program; else only their bytes.
 
-    Without `ends` sections are the rows to copy. With `given` blocks begin there.
+    Without `ends` ranges are the rows to copy. With `given` blocks begin there.
     """
     if PLACE:
         begin = R * 0
@@ -101,19 +101,21 @@ def _sections_kernel(
                             row = line
                             line += n + 1
                         values = tl.load(row + b, live, other=0) - tl.load(row + a, live, other=0)
-                        place += _padded(values * _width(forms[c]))
+                        place += values * _width(forms[c])
                         row += B
+                    place = _padded(place)
                 place = everything + tl.cumsum(place, 0) - place
             else:
                 place = tl.load(given + r, live, other=0) * ITEM
             tl.store(blocks + r, place // ITEM, live)
-        section = r * F + first_key
+        cut = r * F + first_key
         line = ends
         if ends is not None:
             line += (n + 1) * first_key
         for c in tl.static_range(C):
             row = offsets[c]
             width = _width(forms[c])
+            size = tl.zeros((BLOCK,), tl.int64)
             for _ in range(_num_keys(forms[c])):
                 if ends is not None:
                     row = line
@@ -121,15 +123,19 @@ def _sections_kernel(
                 first = tl.load(row + a, live, other=0)
                 size = (tl.load(row + b, live, other=0) - first) * width
                 if ends is None:
-                    tl.store(starts + section, addresses[c] + _remainder(forms[c]) + first * width, live)
-                    tl.store(sizes + section, size, live)
+                    tl.store(starts + cut, addresses[c] + _remainder(forms[c]) + first * width, live)
+                    tl.store(sizes + cut, size, live)
                 if PLACE:
-                    tl.store(cuts + section, place, live)
-                    place += _padded(size)
+                    tl.store(cuts + cut, place, live)
                 else:
-                    tl.store(cuts + section + 1, _padded(size), live)
+                    tl.store(cuts + cut + 1, size, live)
+                place += size
                 row += B
-                section += 1
+                cut += 1
+            gap = _padded(place) - place
+            if not PLACE:  # the column's last key takes the gap behind it
+                tl.store(cuts + cut, size + gap, live)
+            place += gap
         if PLACE:
             everything = tl.max(tl.where(live, place, 0), 0)
     if PLACE:
@@ -162,7 +168,7 @@ def _rows_kernel(
     a = tl.load(bounds + rank, live, other=0)
     count = tl.load(bounds + rank + 1, live, other=0) - a
     row = a * F + count * first_key + j - a
-    section = rank * F + first_key
+    cut = rank * F + first_key
     line = ends + (n + 1) * first_key
     for c in tl.static_range(C):
         at = offsets[c] + sample
@@ -170,18 +176,18 @@ def _rows_kernel(
         for _ in range(_num_keys(forms[c])):
             before = tl.load(line + j, live, other=0)
             packed = before - tl.load(line + a, live, other=0)
-            tl.store(row_ends + row, tl.load(cuts + section, live, other=0) + packed * width, live)
+            tl.store(row_ends + row, tl.load(cuts + cut, live, other=0) + packed * width, live)
             tl.store(starts + row, addresses[c] + _remainder(forms[c]) + tl.load(at, live, other=0) * width, live)
             tl.store(sizes + row, (tl.load(line + j + 1, live, other=0) - before) * width, live)
             row += count
-            section += 1
+            cut += 1
             line += n + 1
             at += B
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """The rows that `copy_rows` takes, where sections begin, `(R * F + 1,)` bytes, and blocks, `(R + 1,)` elements."""
+    """The rows that `copy_rows` takes, where ranges begin, `(R * F + 1,)` bytes, and blocks, `(R + 1,)` elements."""
 
     ends: Tensor
     starts: Tensor
@@ -223,12 +229,12 @@ def _plan(
         constants = (len(aligned), place, _BLOCK)
         num_programs = 1 if place else triton.cdiv(max(R, 1), _BLOCK)
         variant = (ends is None, given is None, aligned)
-        launch(_sections_kernel, num_programs, args, constants, device=device, variant=variant)
+        launch(_ranges_kernel, num_programs, args, constants, device=device, variant=variant)
     if not place:
         torch.cumsum(cuts, 0, out=cuts)
         if given is not None:
-            sections = cuts[:-1].view(R, F)
-            sections += (given[:-1] * item - sections[:, 0])[:, None]
+            ranges = cuts[:-1].view(R, F)
+            ranges += (given[:-1] * item - ranges[:, 0])[:, None]
             cuts[-1] = given[-1] * item
         torch.div(cuts[::F], item, rounding_mode="floor", out=blocks)
     if ends is None:
@@ -252,7 +258,8 @@ def _chunks(
     first_key = 0
     for i in range(0, len(values), _COLUMNS):
         some, keys, mine = values[i : i + _COLUMNS], num_keys[i : i + _COLUMNS], offsets[i : i + _COLUMNS]
-        addresses = tuple(v.data_ptr() & ~15 for v in some)
+        # That of no values is 0, for which Triton would take 32 bits to be enough.
+        addresses = tuple(v.data_ptr() & ~15 or 1 << 40 for v in some)
         forms = tuple(_form(v, k) for v, k in zip(some, keys, strict=True))
         yield (tuple(mine), addresses, forms), first_key, tuple(o.data_ptr() % 16 == 0 for o in mine)
         first_key += sum(keys)
@@ -273,7 +280,7 @@ def dispatch_triton(
         out_size = int(plan.blocks[-1])
     new = torch.empty if len(plan.starts) else torch.zeros
     blocks = new(out_size, dtype=dtype, device=bounds.device)
-    copy_rows(blocks, plan.ends, plan.starts, plan.sizes, scale=1, narrowest=narrowest_word(*values), pack=True)
+    copy_rows(blocks, plan.ends, plan.starts, plan.sizes, scale=1, words=_words(values, index), pack=True)
     return blocks, plan.blocks
 
 
@@ -287,4 +294,10 @@ def combine_triton(
     block_offsets: Tensor | None,
 ) -> None:
     plan = _plan(out, offsets, num_keys, bounds, index, block_offsets, blocks.element_size())
-    copy_rows(blocks, plan.ends, plan.starts, plan.sizes, scale=1, narrowest=narrowest_word(*out), pack=False)
+    copy_rows(blocks, plan.ends, plan.starts, plan.sizes, scale=1, words=_words(out, index), pack=False)
+
+
+def _words(values: list[Tensor], index: Tensor | None) -> tuple[int, ...]:
+    """The widths to move by: each column's own, and wider ones for ranges, which are long and may be aligned."""
+    own = {narrowest_word(v) for v in values}
+    return tuple(w for w in (1, 2, 4, 8, 16) if w in own or (index is None and w > min(own)))

@@ -30,7 +30,7 @@ class _Plan:
     ends: Tensor
     """`(F, n + 1)`: the same for the exchanged samples, were they packed without gaps."""
     cuts: Tensor
-    """`(R, F)`: the byte of the buffer where each section begins."""
+    """`(R, F)`: the byte of the buffer where each key's values begin."""
     num_bytes: Tensor
     """`()`: of the buffer."""
 
@@ -47,9 +47,11 @@ def _plan(
     width = torch.tensor(sizes, dtype=torch.int64, device=bounds.device)
     table = torch.cat([_by_key(o, k) for o, k in zip(offsets, num_keys, strict=True)])  # (F, B + 1)
     ends = table if index is None else offsets_of(table.diff().index_select(1, index))
-    filled = ends.index_select(1, bounds).diff().t() * width  # (R, F) bytes
-    cuts = offsets_of(_align(filled).flatten())
-    starts, num_bytes = cuts[:-1].view(filled.shape), cuts[-1]
+    taken = ends.index_select(1, bounds).diff().t() * width  # (R, F) bytes
+    for column in taken.split(list(num_keys), dim=1):
+        column[:, -1] += -column.sum(1) % ALIGNMENT  # the gap behind the section
+    cuts = offsets_of(taken.flatten())
+    starts, num_bytes = cuts[:-1].view(taken.shape), cuts[-1]
     if block_offsets is not None:
         block_bytes = block_offsets * buffer_dtype(values).itemsize
         starts = starts + (block_bytes[:-1] - starts[:, 0])[:, None]
@@ -122,7 +124,7 @@ def reference_combine(
 
 
 def dense_offsets(cuts: Tensor, num_bytes: Tensor, dtype: torch.dtype) -> Tensor:
-    """`(R + 1,)` where blocks begin, in elements, from the sections' `(R, F)`."""
+    """`(R + 1,)` where blocks begin, in elements, from the keys' `(R, F)` places in bytes."""
     return torch.cat([cuts[:, 0], num_bytes[None]]) // dtype.itemsize
 
 
@@ -130,7 +132,3 @@ def _by_key(offsets: Tensor, num_keys: int) -> Tensor:
     """`(K, B + 1)` from `(K * B + 1,)`."""
     num_samples = (offsets.shape[0] - 1) // num_keys
     return offsets.contiguous().as_strided((num_keys, num_samples + 1), (num_samples, 1), offsets.storage_offset())
-
-
-def _align(num_bytes: Tensor) -> Tensor:
-    return (num_bytes + (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT

@@ -28,15 +28,14 @@ class Case:
     """Those that are exchanged, in order."""
 
     def pieces(self, rank: int) -> list[Tensor]:
-        """The values of each key of each column that go to `rank`."""
+        """The values of each column that go to `rank`, key after key."""
         first, stop = self.bounds[rank : rank + 2].tolist()
         found: list[Tensor] = []
         for (values, offsets), num_keys in zip(self.columns, self.num_keys, strict=True):
             rows = rows_of(values, offsets)
             num_samples = len(rows) // num_keys
-            for key in range(num_keys):
-                mine = [rows[key * num_samples + b] for b in self.samples[first:stop]]
-                found.append(torch.cat([values[:0], *mine]))
+            mine = [rows[k * num_samples + b] for k in range(num_keys) for b in self.samples[first:stop]]
+            found.append(torch.cat([values[:0], *mine]))
         return found
 
 
@@ -121,14 +120,26 @@ def test_rows_of_one_value_need_no_offsets(impl: k.Impl) -> None:
     assert [x.tolist() for x in came] == [labels.tolist(), ids.tolist()]
 
 
-@pytest.mark.parametrize("num_columns", [32, 33, 70])
-def test_more_columns_than_one_launch_takes_make_the_same_blocks(num_columns: int) -> None:
-    offsets = offsets_of([3, 0, 2])
-    columns = [(torch.arange(5, device=DEVICE) + 10 * i, offsets) for i in range(num_columns)]
+@pytest.mark.parametrize(("num_columns", "placed_by_one"), [(32, 1 << 14), (33, 1 << 14), (70, 0), (2, 0)])
+def test_columns_and_ranges_beyond_what_one_launch_takes_make_the_same_blocks(
+    num_columns: int, placed_by_one: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fs_kernels import ranged_exchange_triton
+
+    monkeypatch.setattr(ranged_exchange_triton, "_PLACED_BY_ONE", placed_by_one)
+    offsets = offsets_of([3, 0, 2, 1, 1, 4])
+    columns = [((torch.arange(11, device=DEVICE) + i).int(), offsets) for i in range(num_columns)]
     bounds, index = torch.tensor([0, 1, 3], device=DEVICE), torch.tensor([2, 0, 1], device=DEVICE)
+    keys = [2] * num_columns
     for i in (None, index):
-        found = k.ranged_dispatch(columns, bounds, index=i, impl="triton")
-        torch.testing.assert_close(found, k.ranged_dispatch(columns, bounds, index=i, impl="reference"), rtol=0, atol=0)
+        expected = k.ranged_dispatch(columns, bounds, index=i, num_keys=keys, impl="reference")
+        found = k.ranged_dispatch(columns, bounds, index=i, num_keys=keys, impl="triton")
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        agreed = expected[1] + torch.tensor([0, 8, 12], device=DEVICE)
+        where = {"index": i, "num_keys": keys, "block_offsets": agreed, "out_size": int(agreed[-1])}
+        expected = k.ranged_dispatch(columns, bounds, **where, impl="reference")
+        found = k.ranged_dispatch(columns, bounds, **where, impl="triton")
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 @impls
