@@ -33,6 +33,7 @@ class CudaRoad:
     Args:
         why_apart: Why the ranks cannot share memory; None where they may.
         host: Makes what carries segments between ranks that do not share memory; every rank calls it then.
+        setup_s: How long ranks wait for each other at the first operation.
     """
 
     def __init__(
@@ -44,10 +45,11 @@ class CudaRoad:
         why_apart: str | None,
         host: Callable[[Store], Host],
         timeout_s: float,
+        setup_s: float,
         name_of: Callable[[int], str],
     ) -> None:
         self._store, self._rank, self._size = store, rank, size
-        self._host, self._timeout_s, self._name_of = host, timeout_s, name_of
+        self._host, self._timeout_s, self._setup_s, self._name_of = host, timeout_s, setup_s, name_of
         self.why_apart = why_apart
         self._starting = threading.Lock()
         self._engine: CudaEngine | PinnedEngine | None = None
@@ -84,15 +86,15 @@ class CudaRoad:
         return True
 
     def _start(self, device: torch.device) -> CudaEngine | PinnedEngine:
-        rank, size, timeout_s = self._rank, self._size, self._timeout_s
+        rank, size, timeout_s, setup_s = self._rank, self._size, self._timeout_s, self._setup_s
         # None: try. With "0" a thread looks at memory in place of the streams, on this rank alone.
         copies = CudaCopies(device, stream_waits=False if os.environ.get("FS_COMM_STREAM_WAITS") == "0" else None)
         if self.why_apart is None:
-            mesh = Mesh(PrefixStore("mesh", self._store), rank, size, timeout_s=timeout_s, name_of=self._name_of)
+            mesh = Mesh(PrefixStore("mesh", self._store), rank, size, timeout_s=setup_s, name_of=self._name_of)
             layout = layout_for(size)
-            regions = share(layout, rank, mesh.sockets, timeout_s)
+            regions = share(layout, rank, mesh.sockets, setup_s)
             self._store.set(f"registered{rank}", _register(copies, regions))
-            self._store.wait([f"registered{r}" for r in range(size)], timedelta(seconds=timeout_s))
+            self._store.wait([f"registered{r}" for r in range(size)], timedelta(seconds=setup_s))
             reasons = [self._store.get(f"registered{r}").decode() for r in range(size)]
             if not any(reasons):
                 return CudaEngine(mesh, layout, regions, copies, device, timeout_s=timeout_s)

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from copy import copy
 from datetime import timedelta
 from typing import Any
 
@@ -72,7 +73,8 @@ class CudaWork(dist.Work):
             if self._future.done():
                 return
             if self._job.error is not None:
-                self._future.set_exception(self._job.error)  # pyright: ignore[reportArgumentType]
+                # A copy: the error's traceback refers to this work, and gc cannot see into the future.
+                self._future.set_exception(copy(self._job.error))  # pyright: ignore[reportArgumentType]
                 return
             with torch.cuda.stream(self._engine.copies.last):
                 self._future.set_result(self._result)

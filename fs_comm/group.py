@@ -144,6 +144,7 @@ class SmFreeGroup(dist.ProcessGroup):
             why_apart=apart if "shm" in transports else "shm is not among the transports allowed",
             host=partial(self._host_engine, transports),
             timeout_s=timeout_s,
+            setup_s=setup_s,
             name_of=self._mesh.name_of,
         )
         _live.add(self)
