@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fs_data.agree import check_alike, raise_failures
+from fs_data.blocks import pack_all, unpack_all
 from fs_data.column import Part, join
 from fs_data.errors import Disagreement
 from fs_data.hooks import Pace
@@ -296,6 +297,10 @@ class Exchange:
     def _pack(self, plan: Plan, local: Local, rows: list[Ints]) -> Tensor:
         me = self.world.rank
         sizes = self._block_sizes(plan, rows, sender=me)
+        if local.device.type == "cuda" and local.columns is not None:
+            nothing = np.zeros(0, np.int64)
+            sent = [nothing if peer == me else plan.sent(me, peer) for peer in range(self.world.size)]
+            return pack_all(local.columns, sent, sizes.tolist())
         blocks = torch.empty(int(sizes.sum()), dtype=torch.uint8, device=local.device)
         for peer, block in enumerate(blocks.split(sizes.tolist())):
             if len(block) and local.columns is not None:
@@ -338,6 +343,8 @@ class Exchange:
         try:
             if local.is_batch and plan.keeps_all(me):
                 return raw.batch, None
+            if received.is_cuda:
+                return self._join_on_device(local, plan, received, recv_bytes, rows), None
             return self._join(local, plan, received.split(recv_bytes)), None
         except Exception as e:
             return None, e
@@ -355,6 +362,23 @@ class Exchange:
             for column_parts, part in zip(parts, here, strict=True):
                 column_parts.append(part)
         columns = [join(spec, p, pin_memory=self.pin_memory) for spec, p in zip(specs, parts, strict=True)]
+        return self.bound_schema.join(columns, local.tree)
+
+    def _join_on_device(
+        self, local: Local, plan: Plan, received: Tensor, recv_bytes: list[int], rows: list[Ints]
+    ) -> Any:
+        """The same on a GPU, where what this rank keeps becomes one more block, behind those that came."""
+        me, specs = self.world.rank, self.bound_schema.specs
+        samples = [plan.sent(peer, me) for peer in range(self.world.size)]
+        counts = np.asarray([len(s) for s in samples])
+        places = np.split(np.arange(counts.sum()), np.cumsum(counts)[:-1])
+        kept, kept_places, counts[me] = samples[me], places.pop(me), 0
+        kept_bytes = block_bytes(len(specs), rows[me][kept, RowField.BYTES])
+        blocks = received
+        if local.columns is not None:
+            blocks = torch.cat([received, pack_all(local.columns, [kept], [kept_bytes])])
+        order = np.concatenate([*places, kept_places])
+        columns = unpack_all(specs, blocks, [*counts.tolist(), len(kept)], [*recv_bytes, kept_bytes], order)
         return self.bound_schema.join(columns, local.tree)
 
     def _weights(self, plan: Plan, rows: list[Ints]) -> tuple[dict[str, NDArray[np.float64]], dict[str, float]]:

@@ -1,6 +1,6 @@
 """Samples to bytes and back: one block for each peer.
 
-A block holds the lengths of every column's rows, then column after column the values, each section aligned to 16
+A block holds for every column the lengths of its rows, and then for every column its values, each section aligned to 16
 bytes. The receiver knows a block's size from the samples' bytes alone, so sizes never travel.
 """
 
@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fs_data.column import Column, ColumnSpec, Part, join_by_kernel, to_offsets
+from fs_data.column import Column, ColumnSpec, to_offsets
 
 _ALIGNMENT = 16
 
@@ -20,35 +20,37 @@ def block_bytes(num_columns: int, sample_bytes: NDArray[np.int64]) -> int:
     """The size of a block of samples that take `sample_bytes` `(n,)` each; an empty block takes nothing."""
     if not len(sample_bytes):
         return 0
-    # Aligning the lengths and each column wastes less than 16 bytes apiece.
-    return _align(int(sample_bytes.sum()) + (num_columns + 1) * _ALIGNMENT)
+    # Aligning the lengths and the values of each column wastes less than 16 bytes apiece.
+    return _align(int(sample_bytes.sum()) + 2 * num_columns * _ALIGNMENT)
 
 
 def pack(columns: Sequence[Column], index: NDArray[np.int64], block: Tensor) -> None:
     """Writes the samples `index` `(n,)` of `columns` into `block`, uint8 of `block_bytes`."""
     if not len(index):
         return
-    lengths = [c.lengths[:, index].ravel() for c in columns if c.offsets is not None]
-    end = 8 * sum(len(x) for x in lengths)
-    if lengths:
-        block[:end] = torch.from_numpy(np.concatenate(lengths)).view(torch.uint8)
+    start = 0
     for column in columns:
-        start = _align(end)
-        if column.values.is_cuda:
-            pieces = [as_bytes(join_by_kernel(column.spec, [Part(column, index)]))]
-        else:
-            pieces = [as_bytes(column.values[rows]) for k in range(column.num_keys) for rows in column.rows(k, index)]
+        if column.offsets is not None:
+            lengths = torch.from_numpy(column.lengths[:, index].ravel()).view(torch.uint8)
+            block[start : start + len(lengths)] = lengths
+            start = _align(start + len(lengths))
+    for column in columns:
+        pieces = [as_bytes(column.values[rows]) for k in range(column.num_keys) for rows in column.rows(k, index)]
         end = start + sum(map(len, pieces))
         torch.cat(pieces, out=block[start:end])
+        start = _align(end)
 
 
 def unpack(specs: Sequence[ColumnSpec], num_samples: int, block: Tensor) -> list[Column]:
     """The columns of the `num_samples` samples in `block`, as views of it."""
     if not num_samples:
         return [spec.empty() for spec in specs]
-    num_rows = [(spec.num_keys or 0) * num_samples for spec in specs]
-    end = 8 * sum(num_rows)
-    lengths = np.split(block[:end].cpu().view(torch.int64).numpy(), np.cumsum(num_rows)[:-1])
+    end = 0
+    lengths: list[NDArray[np.int64]] = []
+    for spec in specs:
+        start, end = end, end + 8 * (spec.num_keys or 0) * num_samples
+        lengths.append(block[start:end].view(torch.int64).numpy())
+        end = _align(end)
     columns: list[Column] = []
     for spec, row_lengths in zip(specs, lengths, strict=True):
         num_values = num_samples if spec.num_keys is None else int(row_lengths.sum())
