@@ -18,12 +18,17 @@ Ints = NDArray[np.int64]
 _LENGTH_BYTES = 8
 
 
+def device_of(columns: Sequence[Column]) -> torch.device:
+    """The GPU where any of `columns` is, else the host; text, for one, is on the host in every batch."""
+    return next((c.values.device for c in columns if c.values.is_cuda), torch.device("cpu"))
+
+
 def pack_all(columns: Sequence[Column], samples: Sequence[Ints], block_bytes: Sequence[int]) -> Tensor:
     """uint8: a block for each of `samples`, which hold `(n,)` samples of `columns` each, of so many bytes.
 
     The sizes are those of `fs_data.pack.block_bytes`, so that the receiver knows them too.
     """
-    device = columns[0].values.device
+    device = device_of(columns)
     jagged = [c for c in columns if c.offsets is not None]
     host = [
         np.concatenate(samples),
@@ -38,7 +43,7 @@ def pack_all(columns: Sequence[Column], samples: Sequence[Ints], block_bytes: Se
     one_each = _one_each(columns[0].num_samples, columns, device)
     sections = [(x[:, None].view(torch.uint8), one_each[: len(x) + 1]) for x in lengths]
     for c in columns:
-        values = as_bytes(c.values).view(len(c.values), c.spec.value_bytes)
+        values = as_bytes(c.values.to(device)).view(len(c.values), c.spec.value_bytes)
         sections.append((values, one_each[: len(values) + 1] if c.offsets is None else next(offsets)))
     blocks, _ = ranged_dispatch(
         sections,

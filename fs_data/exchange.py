@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fs_data.agree import check_alike, raise_failures
-from fs_data.blocks import pack_all, unpack_all
+from fs_data.blocks import device_of, pack_all, unpack_all
 from fs_data.column import Part, join
 from fs_data.errors import Disagreement
 from fs_data.hooks import Pace
@@ -297,11 +297,12 @@ class Exchange:
     def _pack(self, plan: Plan, local: Local, rows: list[Ints]) -> Tensor:
         me = self.world.rank
         sizes = self._block_sizes(plan, rows, sender=me)
-        if local.device.type == "cuda" and local.columns is not None:
+        device = device_of(local.columns or [])
+        if device.type == "cuda" and local.columns is not None:
             nothing = np.zeros(0, np.int64)
             sent = [nothing if peer == me else plan.sent(me, peer) for peer in range(self.world.size)]
             return pack_all(local.columns, sent, sizes.tolist())
-        blocks = torch.empty(int(sizes.sum()), dtype=torch.uint8, device=local.device)
+        blocks = torch.empty(int(sizes.sum()), dtype=torch.uint8)
         for peer, block in enumerate(blocks.split(sizes.tolist())):
             if len(block) and local.columns is not None:
                 pack(local.columns, plan.sent(me, peer), block)
