@@ -103,8 +103,7 @@ class Jagged(Kind):
             return _TensorListForm(row.dtype, tuple(row.shape[1:]))
         raise SchemaError(
             f"is declared Jagged, but a {type(value).__name__} does not say where its rows end; name the leaf that "
-            "does, "
-            "as in Jagged(lengths='...')"
+            "does, as in Jagged(lengths='...')"
         )
 
 
@@ -201,8 +200,7 @@ class Nested(Kind):
             return _NestedColumnForm()
         raise SchemaError(
             f"is declared Nested, but a {type(values[0]).__name__} does not say where candidates and their content "
-            "end; "
-            "declare Nested(candidates='...', lengths='...') or use a NestedColumn"
+            "end; declare Nested(candidates='...', lengths='...') or use a NestedColumn"
         )
 
 

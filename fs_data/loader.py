@@ -5,12 +5,11 @@ import logging
 import socket
 import warnings
 import zlib
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
 from dataclasses import replace as replace_fields
 from os import PathLike
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast, get_args
 
 import numpy as np
 import torch
@@ -28,15 +27,14 @@ from fs_data.exchange import Exchange, ExchangeConfig, OnExhausted
 from fs_data.feeds import Feeds, Lookups
 from fs_data.hooks import Attachment, ComputeTimes
 from fs_data.journal import Journal, Replay
-from fs_data.local import Held, Measures
+from fs_data.local import Held, Measures, row_lengths
 from fs_data.partition import Partitioner
 from fs_data.pipeline import Handed, Pipeline
 from fs_data.planner import Planner
 from fs_data.reader import Reader, has_state
 from fs_data.schema import BatchSchema
 from fs_data.stats import LoaderStats, ScalarWriter, Totals, write_scalars
-from fs_data.tree import walk
-from fs_data.weights import Given
+from fs_data.weights import GivenBatches
 from fs_data.world import make_world
 
 logger = logging.getLogger(__name__)
@@ -47,7 +45,6 @@ _STATE_VERSION = 1
 _BEGINNING: dict[str, Any] = {
     "inner": None, "count": 0, "exhausted": False, "step": 0, "step_in_pass": 0, "held": None, "planner": {},
 }  # fmt: skip
-_REMEMBERED = 4  # batches whose weights are kept; pipelines hold up to three
 
 
 class BalancedDataLoader(Generic[T_co]):
@@ -110,8 +107,8 @@ class BalancedDataLoader(Generic[T_co]):
         writer: ScalarWriter | None = None,
         log_every: int = 1000,
     ) -> None:
-        if on_exhausted not in ("balance", "stop", "error"):
-            raise ValueError(f"on_exhausted must be 'balance', 'stop' or 'error', got {on_exhausted!r}")
+        if on_exhausted not in get_args(OnExhausted):
+            raise ValueError(f"on_exhausted must be one of {get_args(OnExhausted)}, got {on_exhausted!r}")
         if weights and "samples" in weights:
             raise ValueError("the task 'samples' is built in and weighs every sample 1; name yours otherwise")
         if defer < 0:
@@ -124,22 +121,20 @@ class BalancedDataLoader(Generic[T_co]):
         self._world = make_world(group, timeout_s * 1.1 + 5)
         schema = schema if isinstance(schema, BatchSchema) else BatchSchema(schema)
         weights = dict(weights or {})
-        measures = Measures(length=_length(length), weights=weights)
+        measures = Measures(length=row_lengths(length) if isinstance(length, str) else length, weights=weights)
         here = np.asarray([zlib.crc32(socket.gethostname().encode()), _len(loader)])
         host_names, lengths = self._world.gather(here, "construction").T
         hosts = _hosts(host_names)
         self._len = int(lengths.max()) if (lengths >= 0).all() else None
-        settings = "\n".join(
-            (
-                f"partitioner={_name(partitioner)}",
-                f"max_tokens={max_tokens}",
-                f"max_samples={max_samples}",
-                f"cost={_name(cost)}",
-                f"defer={defer}",
-                f"on_exhausted={on_exhausted}",
-                f"weights={list(weights)}",
-                f"hosts={hosts.tolist() if hosts.any() else 'one'}",
-            )
+        settings = _as_text(
+            partitioner=_name(partitioner),
+            max_tokens=max_tokens,
+            max_samples=max_samples,
+            cost=_name(cost),
+            defer=defer,
+            on_exhausted=on_exhausted,
+            weights=list(weights),
+            hosts=hosts.tolist() if hosts.any() else "one",
         )
         config = ExchangeConfig(schema=schema, measures=measures, on_exhausted=on_exhausted, settings=settings)
         journaled = replayed = None
@@ -166,7 +161,7 @@ class BalancedDataLoader(Generic[T_co]):
         self._pipeline: Pipeline | None = None
         self._own_state: dict[str, Any] | None = None
         self._resume: dict[str, Any] | None = None
-        self._given: deque[Given] = deque(maxlen=_REMEMBERED)
+        self._given = GivenBatches()
         self._step = 0
         self._weights_used = False
         self._totals = Totals()
@@ -190,8 +185,7 @@ class BalancedDataLoader(Generic[T_co]):
                 yield cast("T_co", batch)
                 del batch
             self._prefetch(None)  # a second None: the loop is over, and a step that a module was left out of is closed
-            for feeds in self._feeds:
-                feeds.flush()
+            self._flush()
             if pipeline.end_state is not None:
                 planner_state = self._exchange.planner.state_dict()
                 ended = {"step": self._exchange.num_steps, "step_in_pass": 0, "held": None, "planner": planner_state}
@@ -205,8 +199,7 @@ class BalancedDataLoader(Generic[T_co]):
         self._exchange.num_in_pass = resume.get("step_in_pass", 0)
         held = resume.get("held")
         self._exchange.held = Held.from_state(held) if held else None
-        for feeds in self._feeds:
-            feeds.flush()
+        self._flush()
         reader = Reader(
             self._loader,
             exhausted=resume.get("exhausted", False),
@@ -227,6 +220,10 @@ class BalancedDataLoader(Generic[T_co]):
         for feeds in self._feeds:
             feeds.prefetch(batch)
 
+    def _flush(self) -> None:
+        for feeds in self._feeds:
+            feeds.flush()
+
     def _note(self, handed: Handed, batch: Any) -> None:
         balanced = handed.current.balanced
         held = balanced.held.state_dict() if balanced.held else None
@@ -238,7 +235,7 @@ class BalancedDataLoader(Generic[T_co]):
         }
         self._step = balanced.step + 1
         self._times.begin_step(balanced.step)
-        self._given.append(Given.of(batch, balanced, self._exchange.bound_schema))
+        self._given.add(batch, balanced, self._exchange.bound_schema)
         step = replace_fields(handed.current.stats, exposed_wait_ms=handed.exposed_wait_s * 1000)
         self._totals.add(step)
         if self._writer is not None:
@@ -248,9 +245,8 @@ class BalancedDataLoader(Generic[T_co]):
         if step.copies and not self._weights_used:
             self._weights_used = True
             warnings.warn(
-                f"batch {step.step} has fewer samples than ranks, so {step.copies} ranks train on a copy; copies "
-                "weigh 0: "
-                "use loader.loss_scale(batch) or loader.sample_weights(batch), or they count in the loss",
+                f"batch {step.step} has fewer samples than ranks, so {step.copies} ranks train on a copy; copies weigh "
+                "0: use loader.loss_scale(batch) or loader.sample_weights(batch), or they count in the loss",
                 stacklevel=3,
             )
 
@@ -337,16 +333,7 @@ class BalancedDataLoader(Generic[T_co]):
 
     def _weights(self, batch: Any, task: str) -> tuple[NDArray[np.float64], float]:
         self._weights_used = True
-        given = next((g for g in reversed(self._given) if g.is_of(batch, self._exchange.bound_schema)), None)
-        if given is None:
-            raise ValueError(
-                f"the batch must be one of the last {_REMEMBERED} that this loader gave; a copy on another device is "
-                "not: ask "
-                "before moving it, or let the loader do so (device=…)"
-            )
-        if task not in given.weights:
-            raise ValueError(f"task must be one of {list(given.weights)}, got {task!r}")
-        return given.weights[task], given.totals[task]
+        return self._given.weights(batch, task, self._exchange.bound_schema)
 
     # ---- state ------------------------------------------------------------------------------------------------------
 
@@ -442,22 +429,13 @@ def _hosts(hashes: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.argsort(np.argsort(first))[inverse.ravel()]
 
 
-def _length(length: str | Callable[[Any], Any] | None) -> Callable[[Any], Any] | None:
-    if not isinstance(length, str):
-        return length
-
-    def lengths(batch: Any) -> Any:
-        found = dict(walk(batch))
-        if length not in found or not hasattr(found[length], "lengths"):
-            raise LoaderError(f"length must name a leaf that has lengths, got '{length}'; the batch has {list(found)}")
-        value = cast("Any", found[length]).lengths
-        return value() if callable(value) else value
-
-    return lengths
+def _as_text(**settings: object) -> str:
+    """What all ranks must have alike; a line a setting."""
+    return "\n".join(f"{name}={value}" for name, value in settings.items())
 
 
 def _name(value: object) -> str:
-    """What all ranks must have alike, as text without addresses."""
+    """Tells one setting from another, without addresses, which differ by rank."""
     if is_dataclass(value) and not isinstance(value, type):
         return repr(value)
     return str(getattr(value, "__qualname__", None) or (value if isinstance(value, str) else type(value).__qualname__))

@@ -17,7 +17,7 @@ from fs_data.column import Column, Part, join
 from fs_data.errors import LoaderError
 from fs_data.schema import BoundSchema, Split
 from fs_data.shuffle_plan import Features
-from fs_data.tree import Tree
+from fs_data.tree import Tree, walk
 
 Ints = NDArray[np.int64]
 
@@ -46,6 +46,19 @@ class Measures:
     def width(self) -> int:
         """Numbers of a sample: 5 + T."""
         return len(RowField) + len(self.weights)
+
+
+def row_lengths(path: str) -> Callable[[Any], Any]:
+    """A `Measures.length`: the row lengths of the batch's leaf at `path`."""
+
+    def lengths(batch: Any) -> Any:
+        leaves: dict[str, Any] = dict(walk(batch))
+        if path not in leaves or not hasattr(leaves[path], "lengths"):
+            raise LoaderError(f"length must name a leaf that has lengths, got '{path}'; the batch has {list(leaves)}")
+        found = leaves[path].lengths
+        return found() if callable(found) else found  # TorchRec's are methods
+
+    return lengths
 
 
 @dataclass(frozen=True)

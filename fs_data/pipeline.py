@@ -6,6 +6,7 @@ during step i the thread balances batch i+2.
 """
 
 import atexit
+import functools
 import logging
 import queue
 import sys
@@ -78,7 +79,8 @@ class Pipeline:
         self._outcome: BaseException | None = None
         self._over = False
         self._thread = threading.Thread(target=self._run, name="fs_data exchange", daemon=True)
-        _stop_at_exit(self)
+        _live.add(self)
+        _register_goodbye()
         self._thread.start()
 
     def next(self, optimizer_steps: int = 0, compute_ns: int = -1) -> Handed | None:
@@ -185,8 +187,7 @@ class Pipeline:
         if (optimizer_steps != optimizer_steps[0]).any():
             raise Disagreement(
                 f"all ranks must take the same optimizer steps: before batch {step} they had taken "
-                f"{optimizer_steps.tolist()}, by rank; a rank that skips a batch with `continue` must do so on all "
-                "ranks"
+                f"{optimizer_steps.tolist()}, by rank; a batch that one rank skips with `continue` all must skip"
             )
         return True
 
@@ -194,10 +195,9 @@ class Pipeline:
 _live: "weakref.WeakSet[Pipeline]" = weakref.WeakSet()
 
 
-def _stop_at_exit(pipeline: Pipeline) -> None:
-    if not _live:
-        atexit.register(_say_goodbye)
-    _live.add(pipeline)
+@functools.cache
+def _register_goodbye() -> None:
+    atexit.register(_say_goodbye)
 
 
 def _say_goodbye() -> None:

@@ -147,8 +147,7 @@ class BoundSchema:
                 raise SchemaError(
                     f"all leaves of a batch must have the same number of samples: '{path}' has {size}, "
                     f"'{self.leaves[0].paths[0]}' has {num_samples}; if '{path}' does not belong to the samples, "
-                    "declare "
-                    f"BatchSchema({{'{path}': PerBatch()}})"
+                    f"declare BatchSchema({{'{path}': PerBatch()}})"
                 )
         return Split(columns, num_samples, tree)
 
@@ -241,8 +240,7 @@ class BoundSchema:
             if column.spec != spec:
                 raise SchemaError(
                     f"leaf '{leaf.paths[0]}' must have {_say(spec)} as in the first batch, got {_say(column.spec)}; "
-                    "rows "
-                    "whose length differs from batch to batch are Jagged, or padded to one length"
+                    "rows whose length differs from batch to batch are Jagged, or padded to one length"
                 )
         return columns
 
@@ -253,9 +251,8 @@ class BoundSchema:
         if last is not None and last() is value:
             raise SchemaError(
                 f"leaf '{leaf.paths[0]}' is the same tensor in two batches, so it does not seem to belong to their "
-                "samples: "
-                f"declare BatchSchema({{'{leaf.paths[0]}': PerBatch()}}), or let the loader make a new tensor for "
-                "each batch"
+                f"samples: declare BatchSchema({{'{leaf.paths[0]}': PerBatch()}}), or let the loader make a new tensor "
+                "for each batch"
             )
         self._last[leaf.paths[0]] = weakref.ref(value)
 
@@ -362,10 +359,8 @@ class _Binder:
             if size != sizes[reference]:
                 raise SchemaError(
                     f"leaf '{path}' has {size} rows, but '{reference}' says that the batch has {sizes[reference]} "
-                    "samples: "
-                    f"declare BatchSchema({{'{path}': …}}) as Jagged(lengths='…'), if its rows belong to samples, or "
-                    "as "
-                    "PerBatch(), if they do not"
+                    f"samples: declare BatchSchema({{'{path}': …}}) as Jagged(lengths='…'), if its rows belong to "
+                    "samples, or as PerBatch(), if they do not"
                 )
 
     def _values(self, path: str) -> list[Any]:

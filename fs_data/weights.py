@@ -1,6 +1,7 @@
 """The loss weights of a batch that was handed out, found again by the batch itself."""
 
 import weakref
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,21 +12,39 @@ from torch import Tensor
 from fs_data.exchange import Balanced
 from fs_data.schema import BoundSchema
 
+_REMEMBERED = 4  # pipelines hold up to three
+
 
 @dataclass(frozen=True)
-class Given:
-    """Holds no batch: one of its tensors is remembered weakly, and is the same in a container rebuilt around it."""
-
-    tensor: "weakref.ref[Tensor] | None"
+class _Given:
+    tensor: "weakref.ref[Tensor]"
+    """One of the batch's; it is the same in a container rebuilt around it."""
     weights: dict[str, NDArray[np.float64]]
     """`(B,)` by task."""
     totals: dict[str, float]
     """Sums over all ranks' samples by task."""
 
-    @classmethod
-    def of(cls, batch: Any, balanced: Balanced, schema: BoundSchema) -> "Given":
-        tensor = schema.tensor_of(batch)
-        return cls(None if tensor is None else weakref.ref(tensor), balanced.weights, balanced.total_weights)
 
-    def is_of(self, batch: Any, schema: BoundSchema) -> bool:
-        return self.tensor is not None and self.tensor() is not None and self.tensor() is schema.tensor_of(batch)
+class GivenBatches:
+    """The batches handed out last; none is kept alive."""
+
+    def __init__(self) -> None:
+        self._last: deque[_Given] = deque(maxlen=_REMEMBERED)
+
+    def add(self, batch: Any, balanced: Balanced, schema: BoundSchema) -> None:
+        tensor = schema.tensor_of(batch)
+        if tensor is not None:
+            self._last.append(_Given(weakref.ref(tensor), balanced.weights, balanced.total_weights))
+
+    def weights(self, batch: Any, task: str, schema: BoundSchema) -> tuple[NDArray[np.float64], float]:
+        """`(B,)`, and the sum over all ranks."""
+        tensor = schema.tensor_of(batch)
+        given = next((g for g in reversed(self._last) if tensor is not None and g.tensor() is tensor), None)
+        if given is None:
+            raise ValueError(
+                f"the batch must be one of the last {_REMEMBERED} that this loader gave; a copy on another device is "
+                "not: ask before moving it, or let the loader do so (device=…)"
+            )
+        if task not in given.weights:
+            raise ValueError(f"task must be one of {list(given.weights)}, got {task!r}")
+        return given.weights[task], given.totals[task]
