@@ -17,72 +17,19 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from fs_comm.chunks import Planner, Put, Step, Take
-from fs_comm.errors import CommError, CommTimeout, GroupClosed, Mismatch, PeerLost
+from fs_comm.chunks import Planner, Put, Take
+from fs_comm.cuda_job import Copies, Event, Job
+from fs_comm.cuda_peers import Peers
+from fs_comm.errors import CommTimeout, GroupClosed
 from fs_comm.mesh import Mesh
-from fs_comm.staging import FAILED, LEFT, RING, WORD, Layout, Region, View
+from fs_comm.staging import LEFT, RING, WORD, Layout, Region, View
 from fs_comm.wire import Op
 
 _WATCH_S = 0.005
-_LOST_S = 0.1
-
-
-class Event(Protocol):
-    def query(self) -> bool: ...
-
-
-class Copies(Protocol):
-    """What the engine asks of `CudaCopies`."""
-
-    @property
-    def stream_waits(self) -> bool: ...
-    @property
-    def num_streams(self) -> int: ...
-    @property
-    def last(self) -> Any: ...
-    def use_in_thread(self) -> None: ...
-    def mark_caller(self) -> Any: ...
-    def begin(self, after: Any) -> None: ...
-    def put(self, stream: int, address: int, device: int, num_bytes: int) -> None: ...
-    def take(self, stream: int, device: int, address: int, num_bytes: int) -> None: ...
-    def mark(self, stream: int) -> Event: ...
-    def join(self) -> None: ...
-    def end(self) -> Event: ...
-    def keep(self, tensor: Tensor, *, puts: bool) -> None: ...
-    def wait_until_at_least(self, stream: int, word: int, count: int) -> None: ...
-    def wait_until_equal(self, stream: int, word: int, value: int) -> None: ...
-    def write(self, stream: int, word: int, value: int) -> None: ...
-    def close(self) -> None: ...
-
-
-@dataclass(slots=True, eq=False)
-class Job:
-    """One rank's part of an operation under way."""
-
-    sequence: int
-    views: list[View]
-    """What this rank told each."""
-    steps: list[Step]
-    sends: Sequence[Tensor] = ()
-    receives: Sequence[Tensor] = ()
-    finish: Callable[[], None] | None = None
-    after: Any = None
-    event: Event | None = None
-    """All copies; None before the last was given to the streams."""
-    given: threading.Event = field(default_factory=threading.Event)
-    """Set after `event`, or `error`."""
-    error: BaseException | None = None
-    since: float = 0.0
-    on_given: Callable[[], None] = lambda: None
-
-    def __str__(self) -> str:
-        return str(self.views[0])
 
 
 class CudaEngine:
@@ -108,14 +55,13 @@ class CudaEngine:
         self._mesh, self._layout, self._regions = mesh, layout, regions
         self._own = regions[mesh.rank]
         self._planner = Planner(mesh.rank, mesh.size, slot_bytes=layout.slot_bytes, num_slots=layout.num_slots)
-        self._others = [p for p in range(mesh.size) if p != mesh.rank]
+        self._peers = Peers(mesh, regions, timeout_s=timeout_s)
         self._sequence = 0
         self._failed: BaseException | None = None
         self._closing = False
         self._under_way: deque[Job] = deque()
         self._submitting = threading.Lock()
         self._changed = threading.Condition()
-        self._last_end = self._last_look = 0.0
         self._thread = threading.Thread(target=self._watch, name="fs_comm_cuda", daemon=True)
         self._thread.start()
 
@@ -181,7 +127,7 @@ class CudaEngine:
     def _enqueue_steps(self, job: Job) -> None:
         copies, layout = self.copies, self._layout
         copies.begin(job.after)
-        for peer in [*self._others, self.rank]:  # no byte is taken of a peer that sees another operation
+        for peer in [*self._peers.others, self.rank]:  # no byte is taken of a peer that sees another operation
             region, word = self._regions[peer], layout.signature(self.rank, job.sequence)
             expected = job.views[peer].signature_of_peer()
             if region.word(word) != expected:
@@ -266,7 +212,7 @@ class CudaEngine:
                 self._fail(error)
             with self._changed:
                 self._under_way.popleft()
-            self._last_end = time.monotonic()
+            self._peers.last_end = time.monotonic()
             del job  # an idle thread must hold no tensors
         self._leave()
 
@@ -277,9 +223,9 @@ class CudaEngine:
         else:
             time.sleep(_WATCH_S)  # the caller wants the interpreter now, and most exchanges need no more
         while not (job.given.is_set() and job.event is not None and job.event.query()):
-            self._look_after(job)
+            self._check(job)
             time.sleep(_WATCH_S)
-        self._look_after(job)
+        self._check(job)
         job.sends = job.receives = ()
 
     def _by_thread(self, job: Job) -> None:
@@ -291,7 +237,12 @@ class CudaEngine:
             stream: deque() for stream in range(2 * self.copies.num_streams)
         }
         idle = 0
-        while puts or takes or any(started.values()) or not all(self._agrees(job, peer) for peer in self._others):
+        while (
+            puts
+            or takes
+            or any(started.values())
+            or not all(self._peers.agrees(job, peer) for peer in self._peers.others)
+        ):
             idle += 1
             for copies in started.values():
                 while copies and copies[0][0].query():
@@ -311,7 +262,7 @@ class CudaEngine:
                 started[stream].append((self.copies.mark(stream), self._regions[step.owner], word, step.number + 1))
                 idle = 0
             if idle:
-                self._look_after(job)
+                self._check(job)
                 time.sleep(0.0 if idle < 100 else 0.00005)  # others want the interpreter, too
         self.copies.join()
         if job.finish is not None:
@@ -330,55 +281,13 @@ class CudaEngine:
 
     def _may_take(self, job: Job, step: Take) -> bool:
         is_there = self._regions[step.owner].reached(self._layout.ready(step.lane), step.number + 1)
-        return is_there and self._agrees(job, step.owner)
+        return is_there and self._peers.agrees(job, step.owner)
 
-    def _agrees(self, job: Job, peer: int) -> bool:
-        """Whether the peer takes part in the same operation; False where that is not known yet."""
-        mine, theirs = job.views[peer], self._regions[peer].view(self.rank, job.sequence)
-        if theirs is None:
-            return False
-        if (theirs.op, theirs.dtype) != (mine.op, mine.dtype):
-            raise Mismatch(
-                f"all ranks must call the same operations in the same order: this rank is at {mine}, "
-                f"{self._name_of(peer)} at {theirs}"
-            )
-        if theirs.num_bytes != mine.expected:
-            raise Mismatch(
-                f"{mine}: this rank expects {mine.expected} bytes of {self._name_of(peer)}, which has "
-                f"{theirs.num_bytes} for it: sizes and splits of all ranks must fit"
-            )
-        if theirs.expected != mine.num_bytes:
-            raise Mismatch(
-                f"{mine}: this rank has {mine.num_bytes} bytes for {self._name_of(peer)}, which expects "
-                f"{theirs.expected}: sizes and splits of all ranks must fit"
-            )
-        return True
-
-    def _look_after(self, job: Job) -> None:
+    def _check(self, job: Job) -> None:
         """Raises what will keep the operation from ending."""
         if self._failed is not None:
             raise self._failed
-        now = time.monotonic()
-        lost: dict[int, str] = {}
-        if now - self._last_look > _LOST_S:
-            self._last_look, lost = now, self._mesh.lost()
-        for peer in [*self._others, self.rank]:
-            state = self._regions[peer].word(Layout.state)
-            if state == FAILED:
-                raise CommError(f"{self._name_of(peer)} gave the group up: {self._regions[peer].failure()}")
-            self._agrees(job, peer)
-            if (state == LEFT or peer in lost) and not self._regions[peer].reached(Layout.done, job.sequence):
-                why = "it has shut its group down while others still use theirs" if state == LEFT else lost[peer]
-                raise PeerLost(f"{job}: {self._name_of(peer)} is lost: {why}")
-        if now - max(job.since, self._last_end) > self.timeout_s:
-            behind = [p for p in self._others if self._regions[p].view(self.rank, job.sequence) is None]
-            late = [p for p in self._others if not self._regions[p].reached(Layout.done, job.sequence)]
-            names = ", ".join(self._name_of(p) for p in behind or late) or "this rank's own device"
-            what = "which did not take part in time" if behind else "whose bytes did not come in time"
-            raise CommTimeout(f"{job}: waited {self.timeout_s:.0f} s for {names}, {what}")
-
-    def _name_of(self, peer: int) -> str:
-        return self._mesh.name_of(peer) if peer != self.rank else "this rank itself"
+        self._peers.look_after(job)
 
     def _fail(self, error: BaseException) -> None:
         """Ends all that is under way with the error, and lets the streams go."""

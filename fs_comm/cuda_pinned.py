@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fs_comm.cuda_engine import Copies, Event, Job
+from fs_comm.cuda_job import Copies, Event, Job
 from fs_comm.errors import CommTimeout, GroupClosed
 from fs_comm.exchange import Exchange
 from fs_comm.staging import WORD, View

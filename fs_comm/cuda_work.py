@@ -9,7 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fs_comm.cuda_engine import CudaEngine, Job
+from fs_comm.cuda_engine import CudaEngine
+from fs_comm.cuda_job import Job
 from fs_comm.cuda_pinned import PinnedEngine
 from fs_comm.errors import CommTimeout
 

@@ -19,7 +19,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
 import fs_comm
-from fs_comm.cuda_engine import CudaEngine, Job
+from fs_comm.cuda_engine import CudaEngine
+from fs_comm.cuda_job import Job
 from fs_comm.cuda_pinned import PinnedEngine
 from fs_comm.mesh import Mesh
 from fs_comm.staging import RING, Layout, share
