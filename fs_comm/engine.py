@@ -110,7 +110,7 @@ class Engine:
         """Tells the peers, before anything that they may still be reading can change."""
         if self._failed is None:
             self._failed = error
-            text = str(error).encode()[:4096]
+            text = f"{type(error).__name__}\n{error}".encode()[:4096]
             self.mesh.close(Header(Kind.FAILED, self._sequence, payload=len(text)), text)
             for road in self._roads:
                 road.break_off()

@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from fs_comm.cuda_road import CudaRoad
 from fs_comm.engine import Engine
-from fs_comm.errors import CommError, Mismatch
+from fs_comm.errors import CommError, CommTimeout, Mismatch
 from fs_comm.exchange import Exchange, Road
 from fs_comm.mesh import Mesh
 from fs_comm.topology import TRANSPORTS, Route, Site, needs_verbs, plan_route, summary
@@ -124,9 +124,11 @@ class SmFreeGroup(dist.ProcessGroup):
             name_of=lambda r: f"rank {global_ranks[r]}",
         )
         try:
-            self.routes = self._plan(PrefixStore("sites", store), transports)
+            self.routes = self._plan(PrefixStore("sites", store), transports, setup_s)
             """Group rank of each peer → the `Route` to it."""
             roads = self._open_roads(store, setup_s)
+            # Nobody goes on, and perhaps fails or leaves at once, while others are still connecting to it.
+            _tell_all(store, "open", self._rank, self._size, None, setup_s)
         except BaseException:
             self._mesh.close(None)
             raise
@@ -186,14 +188,14 @@ class SmFreeGroup(dist.ProcessGroup):
         """For each peer, why its route was taken, and none that was preferred to it."""
         return "\n".join(f"{self._mesh.name_of(p)}: {r.road}: {r.reason}" for p, r in self.routes.items())
 
-    def _plan(self, store: Store, transports: Sequence[str]) -> dict[int, Route]:
+    def _plan(self, store: Store, transports: Sequence[str], setup_s: float) -> dict[int, Route]:
         """Tells all ranks what this one can do, and hears the same of them."""
         probe = torch.full((8,), self._rank, dtype=torch.uint8)
         allows = os.environ.get("FS_COMM_ATTACH") != "0"
         if allows:
             allow_attach()
         terms = list(transports)
-        told = _tell_all(store, "terms", self._rank, self._size, [terms, probe.data_ptr() if allows else 0])
+        told = _tell_all(store, "terms", self._rank, self._size, [terms, probe.data_ptr() if allows else 0], setup_s)
         for peer, (theirs, _) in enumerate(told):
             if theirs != terms:
                 raise Mismatch(
@@ -207,7 +209,7 @@ class SmFreeGroup(dist.ProcessGroup):
         sites = [
             Site(host, reads, reason if ok else "", None if ok else reason)
             for host, (reads, reason, ok) in zip(
-                self._mesh.hosts, _tell_all(store, "can", self._rank, self._size, mine), strict=True
+                self._mesh.hosts, _tell_all(store, "can", self._rank, self._size, mine, setup_s), strict=True
             )
         ]
         del probe  # until here the peers were reading it
@@ -477,9 +479,16 @@ def _waits(args: tuple[Any, ...]) -> bool:
     return bool(args) and not getattr(args[0], "asyncOp", True)
 
 
-def _tell_all(store: Store, key: str, rank: int, size: int, mine: Any) -> list[Any]:
+def _tell_all(store: Store, key: str, rank: int, size: int, mine: Any, timeout_s: float) -> list[Any]:
     """What each rank tells, by rank; plain values."""
     store.set(f"{key}{rank}", json.dumps(mine))
+    try:
+        store.wait([f"{key}{r}" for r in range(size)], timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        missing = [r for r in range(size) if not store.check([f"{key}{r}"])]
+        raise CommTimeout(
+            f"waited {timeout_s:.0f} s for ranks {missing} of the new group, which got stuck, or ended, making it"
+        ) from error
     return [json.loads(store.get(f"{key}{r}")) for r in range(size)]
 
 

@@ -18,7 +18,7 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import Store
 
-from fs_comm.errors import CommError, CommTimeout, GroupClosed, PeerLost
+from fs_comm.errors import CommError, CommTimeout, GroupClosed, Mismatch, PeerLost
 from fs_comm.wire import HEADER_BYTES, Header, Kind
 
 _KEEPALIVE_S = 5
@@ -28,6 +28,9 @@ _libc = ctypes.PyDLL(None, use_errno=True)
 _libc.send.restype = _libc.recv.restype = ctypes.c_ssize_t
 _libc.send.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_int)
 _libc.recv.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+_RELAYED = {kind.__name__: kind for kind in (PeerLost, CommTimeout, Mismatch)}
+"""What a peer failed with is what those that hear of it fail with."""
 
 Message = tuple[Header, bytes]
 """With the payload."""
@@ -137,9 +140,8 @@ class Mesh:
                 if n < 0 and code == errno.EAGAIN:
                     break
                 if n <= 0:
+                    self._gone.setdefault(peer, _why_gone(code if n < 0 else 0))
                     self._ended[peer] = self._lost(peer)
-                    if n < 0:
-                        self._gone[peer] = f"its connection broke: {os.strerror(code)}"
                     break
                 self._unread[peer] += memoryview(self._scratch)[:n]
                 self._parse(peer)
@@ -189,7 +191,8 @@ class Mesh:
             payload = bytes(unread[start + HEADER_BYTES : stop])
             start = stop
             if header.kind == Kind.FAILED:
-                raise CommError(f"{self.name_of(peer)} gave the group up: {payload.decode(errors='replace')}")
+                kind, _, why = payload.decode(errors="replace").partition("\n")
+                raise _RELAYED.get(kind, CommError)(f"{self.name_of(peer)} gave the group up: {why}")
             if header.kind == Kind.BYE:
                 self.departed.add(peer)
                 text = f"{self.name_of(peer)} has shut its group down while others still use theirs"
@@ -210,7 +213,7 @@ class Mesh:
                 peek = _peek(s)
             except OSError as error:
                 if not self._is_closed:  # else it was this rank's thread that closed it just now
-                    self._gone[peer] = f"its connection broke: {error.strerror}"
+                    self._gone[peer] = _why_gone(error.errno or 0)
                 continue
             if peek == b"":
                 self._gone[peer] = "its process has ended"
@@ -235,6 +238,13 @@ class Mesh:
     def _lost(self, peer: int) -> PeerLost:
         self._gone.setdefault(peer, "its process has ended")
         return PeerLost(f"{self.name_of(peer)} is lost: {self._gone[peer]}")
+
+
+def _why_gone(code: int) -> str:
+    """From a stream's end (0) or error; a process that ends without reading all resets its connections."""
+    if code in (0, errno.ECONNRESET, errno.EPIPE):
+        return "its process has ended"
+    return f"its connection broke: {os.strerror(code)}"
 
 
 def _peek(s: socket.socket) -> bytes | None:

@@ -14,7 +14,7 @@ _MAGIC = b"FSC1"
 class Kind(IntEnum):
     DATA = 1  # an operation begins: the part for the receiver is here, or at an address, or comes another way
     DONE = 2  # the sender has taken the receiver's part, or the next slot of it
-    FAILED = 3  # the sender has given the group up; the payload says why
+    FAILED = 3  # the sender has given the group up; the payload says why: a class of error, a line break, its text
     BYE = 4  # the sender leaves in good order
     FILLED = 5  # the sender has filled its next slot of shared memory for the receiver
 

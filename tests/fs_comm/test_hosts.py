@@ -80,9 +80,8 @@ def test_both_sides_of_a_pulled_cable_get_the_error_within_the_timeout(op: str) 
     for rank, outcome in enumerate(outcomes):
         assert outcome.ok, outcome.error
         kind, text, seconds, after = outcome.value
-        assert kind in ("CommTimeout", "CommError"), text  # who waits last may hear of it from its neighbour
+        assert kind == "CommTimeout", text  # who waits last may hear of it from its neighbour
         assert op in text, text
         assert f"rank {(rank // 2 * 2 + 2) % 4}" in text or "gave the group up" in text, text
         assert seconds < 4.0 + 3.0
         assert "failed before" in after
-    assert any(outcome.value[0] == "CommTimeout" for outcome in outcomes)
