@@ -13,6 +13,7 @@ from torch import Tensor
 from benchmarks import kernel_case
 from benchmarks.kernel_case import SIZES, Case, copy_of, device_ms, graph_us, wall_us
 from benchmarks.kernel_cases_copies import KEYS, Batch, copy_cases, dispatch_case
+from benchmarks.kernel_cases_rows import row_cases
 from benchmarks.report import Row, publish, row
 
 RANKS = (8, 32, 128, 512)
@@ -25,6 +26,7 @@ Figures = dict[str, dict[str, float]]
 def all_cases(num_bytes: int) -> Iterator[Case]:
     """Those that move so many bytes, counted once; one after the other, since each takes a few times the memory."""
     yield from copy_cases(num_bytes)
+    yield from row_cases(num_bytes)
 
 
 def bandwidth(rows: list[Row]) -> Figures:

@@ -33,6 +33,7 @@ def launch(
     device: torch.device,
     variant: tuple[object, ...] = (),
     num_warps: int = 4,
+    fuse: bool = True,
 ) -> None:
     """Runs a `jit` kernel on `device`.
 
@@ -42,18 +43,22 @@ def launch(
         constants: The `tl.constexpr` ones that follow.
         variant: Where `args` of different calls differ in type: the dtypes, which of them are None, and for tensors in
             tuples whether they are aligned to 16 bytes.
+        fuse: Whether a product and the addition that follows may be rounded once.
     """
     if INTERPRET:
-        kernel[(num_programs,)](*args, *constants, num_warps=num_warps)
+        kernel[(num_programs,)](*args, *constants)
         return
     index = torch.cuda.current_device()
     if device.index != index:
         with torch.cuda.device(device):
-            launch(kernel, num_programs, args, constants, device=device, variant=variant, num_warps=num_warps)
+            launch(
+                kernel, num_programs, args, constants,
+                device=device, variant=variant, num_warps=num_warps, fuse=fuse,
+            )  # fmt: skip
         return
     key = (id(kernel), index, constants, variant)
     compiled = _compiled.get(key)
     if compiled is None:
-        _compiled[key] = kernel[(num_programs,)](*args, *constants, num_warps=num_warps)
+        _compiled[key] = kernel[(num_programs,)](*args, *constants, num_warps=num_warps, enable_fp_fusion=fuse)
     else:
         compiled[(num_programs, 1, 1)](*args, *constants)

@@ -10,7 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK = 128  # ids of a program of one warp: what has found its slot waits for the slowest of so many
+from fs_kernels._launch import launch
+from fs_kernels._rows_triton import variant_of
+
+_BLOCK = 64  # ids of a program of one warp: what has found its slot waits for the slowest of so many
 _EMPTY = torch.iinfo(torch.int64).min  # less than all ids; where it is an id itself, the slot past the end is 0
 
 
@@ -21,8 +24,8 @@ def _first_slot(x, SLOT_BITS: tl.constexpr):
     return (x >> (64 - SLOT_BITS)).to(tl.int64)
 
 
-@triton.jit(do_not_specialize=["num_ids"])
-def _insert_kernel(ids, table, num_ids, empty, SLOT_BITS: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["num_ids", "empty"])
+def _insert_kernel(ids, table, num_ids: tl.int64, empty: tl.int64, SLOT_BITS: tl.constexpr, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # (BLOCK,)
     x = tl.load(ids + i, i < num_ids, other=0).to(tl.int64)
     tl.store(table + (1 << SLOT_BITS) + tl.zeros_like(i), tl.zeros_like(i), (i < num_ids) & (x == empty))
@@ -36,8 +39,8 @@ def _insert_kernel(ids, table, num_ids, empty, SLOT_BITS: tl.constexpr, BLOCK: t
         slot = (slot + 1) & ((1 << SLOT_BITS) - 1)
 
 
-@triton.jit(do_not_specialize=["num_ids"])
-def _look_up_kernel(ids, table, out, num_ids, empty, SLOT_BITS: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["num_ids", "empty"])
+def _look_up_kernel(ids, table, out, num_ids: tl.int64, empty: tl.int64, SLOT_BITS: tl.constexpr, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # (BLOCK,)
     x = tl.load(ids + i, i < num_ids, other=0).to(tl.int64)
     slot = _first_slot(x, SLOT_BITS)
@@ -55,19 +58,21 @@ def fill_table(other: Tensor) -> Tensor:
     """The hash table of `other`: a power of two slots, at most half of them taken, and one more, see `_EMPTY`."""
     slot_bits = max(4, (2 * len(other) - 1).bit_length())
     table = torch.full(((1 << slot_bits) + 1,), _EMPTY, dtype=torch.int64, device=other.device)
-    _insert_kernel[(triton.cdiv(len(other), _BLOCK),)](
-        other, table, len(other), _EMPTY, SLOT_BITS=slot_bits, BLOCK=_BLOCK, num_warps=1
-    )
+    launch(
+        _insert_kernel, triton.cdiv(len(other), _BLOCK), (other, table, len(other), _EMPTY), (slot_bits, _BLOCK),
+        device=table.device, variant=variant_of(other), num_warps=1,
+    )  # fmt: skip
     return table
 
 
 def collision_split_triton(ids: Tensor, other: Tensor) -> Tensor:
     if not len(ids) or not len(other):
         return ids.new_zeros(len(ids), dtype=torch.bool)
-    table = fill_table(other.contiguous())
+    ids, table = ids.contiguous(), fill_table(other.contiguous())
     out = ids.new_empty(len(ids), dtype=torch.bool)
-    _look_up_kernel[(triton.cdiv(len(ids), _BLOCK),)](
-        ids.contiguous(), table, out, len(ids), _EMPTY,
-        SLOT_BITS=(len(table) - 1).bit_length() - 1, BLOCK=_BLOCK, num_warps=1,
+    slot_bits = (len(table) - 1).bit_length() - 1
+    launch(
+        _look_up_kernel, triton.cdiv(len(ids), _BLOCK), (ids, table, out, len(ids), _EMPTY), (slot_bits, _BLOCK),
+        device=out.device, variant=variant_of(ids), num_warps=1,
     )  # fmt: skip
     return out

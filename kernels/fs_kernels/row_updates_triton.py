@@ -12,6 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fs_kernels._launch import launch
+from fs_kernels._rows_triton import feature_blocks, program_of, variant_of
+
 _TILE = 2048  # elements of a program: enough loads in flight, and few enough for the registers of Adam
 
 
@@ -25,21 +28,23 @@ def _number(bits, dtype: tl.constexpr):
 def _quotient(x, y):
     if x.dtype == tl.float64:
         return x / y
-    return tl.div_rn(x, y)  # in float32 `/` is off by some last bits
+    else:  # in float32, `/` is off by some last bits
+        return tl.div_rn(x, y)
 
 
 @triton.jit
 def _root(x):
     if x.dtype == tl.float64:
         return tl.sqrt(x)
-    return tl.sqrt_rn(x)
+    else:
+        return tl.sqrt_rn(x)
 
 
 @triton.jit
-def _tile(rows, K, D, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr):
+def _tile(rows, K, D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr):
     """Rows of the table `(BLOCK_K,)`, places in it and in the gradient, and which are there, `(BLOCK_K, BLOCK_D)`."""
-    k = tl.program_id(0).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)  # (BLOCK_K,)
-    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)  # (BLOCK_D,)
+    tile, d = program_of(D, BLOCK_D)
+    k = tile * BLOCK_K + tl.arange(0, BLOCK_K)  # (BLOCK_K,)
     row = tl.load(rows + k, k < K, other=0).to(tl.int64)
     return row, k, row[:, None] * D + d[None, :], k[:, None] * D + d[None, :], (k < K)[:, None] & (d < D)[None, :]
 
@@ -51,7 +56,9 @@ def _subtract(weight, place, change, live):
 
 
 @triton.jit(do_not_specialize=["K", "lr"])
-def _sgd_kernel(weight, rows, grad, K, D, lr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr):
+def _sgd_kernel(
+    weight, rows, grad, K: tl.int64, lr: tl.int64, D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr
+):
     acc: tl.constexpr = tl.float64 if weight.dtype.element_ty == tl.float64 else tl.float32
     _, _, place, source, live = _tile(rows, K, D, BLOCK_K, BLOCK_D)
     g = tl.load(grad + source, live, other=0.0).to(acc)
@@ -59,7 +66,10 @@ def _sgd_kernel(weight, rows, grad, K, D, lr, BLOCK_K: tl.constexpr, BLOCK_D: tl
 
 
 @triton.jit(do_not_specialize=["K", "lr", "eps"])
-def _adagrad_kernel(weight, state, rows, grad, K, D, lr, eps, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr):
+def _adagrad_kernel(
+    weight, state, rows, grad, K: tl.int64, lr: tl.int64, eps: tl.int64,
+    D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     acc: tl.constexpr = state.dtype.element_ty
     _, _, place, source, live = _tile(rows, K, D, BLOCK_K, BLOCK_D)
     g = tl.load(grad + source, live, other=0.0).to(acc)
@@ -70,7 +80,8 @@ def _adagrad_kernel(weight, state, rows, grad, K, D, lr, eps, BLOCK_K: tl.conste
 
 @triton.jit(do_not_specialize=["K", "lr", "eps", "width"])
 def _rowwise_adagrad_kernel(
-    weight, state, rows, grad, K, D, lr, eps, width, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr
+    weight, state, rows, grad, K: tl.int64, lr: tl.int64, eps: tl.int64, width: tl.int64,
+    D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """`width` is D as a number; a program holds whole rows."""
     acc: tl.constexpr = state.dtype.element_ty
@@ -89,8 +100,9 @@ def _rowwise_adagrad_kernel(
 
 @triton.jit(do_not_specialize=["K", "lr", "beta1", "rest1", "beta2", "rest2", "eps", "correction1", "correction2"])
 def _adam_kernel(
-    weight, exp_avg, exp_avg_sq, rows, grad, K, D, lr, beta1, rest1, beta2, rest2, eps, correction1, correction2,
-    BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
+    weight, exp_avg, exp_avg_sq, rows, grad, K: tl.int64, lr: tl.int64, beta1: tl.int64, rest1: tl.int64,
+    beta2: tl.int64, rest2: tl.int64, eps: tl.int64, correction1: tl.int64, correction2: tl.int64,
+    D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """`rest` is 1 - β, `correction` 1 - βᵗ."""
     acc: tl.constexpr = exp_avg.dtype.element_ty
@@ -138,10 +150,15 @@ def _launch(
     K, D = grad.shape
     if not grad.numel():
         return
-    block_d = triton.next_power_of_2(D) if whole_rows else min(128, triton.next_power_of_2(D))
+    rows, grad = rows.contiguous(), grad.contiguous()
+    num_d, block_d = (1, triton.next_power_of_2(D)) if whole_rows else feature_blocks(D)
     block_k = max(1, min(256, _TILE // block_d))
-    bits = [struct.unpack("q", struct.pack("d", x))[0] for x in numbers]
-    kernel[(triton.cdiv(K, block_k), triton.cdiv(D, block_d))](
-        *tables, rows.contiguous(), grad.contiguous(), K, D, *bits,
-        BLOCK_K=block_k, BLOCK_D=block_d, enable_fp_fusion=False,
+    args = (*tables, rows, grad)
+    launch(
+        kernel, triton.cdiv(K, block_k) * num_d, (*args, K, *map(_bits_of, numbers)),
+        (D, block_k, block_d), device=grad.device, variant=variant_of(*args), fuse=False,
     )  # fmt: skip
+
+
+def _bits_of(number: float) -> int:
+    return struct.unpack("q", struct.pack("d", number))[0]

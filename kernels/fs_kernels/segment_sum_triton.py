@@ -1,27 +1,31 @@
 """`segment_sum` in Triton: short segments many to a program, long ones in chunks that many programs share.
 
 The tree adds neighbours first. So the sums of a segment's first CHUNK rows, its next CHUNK rows and so on are nodes of
-it where CHUNK is a power of two, and what stands above them is the tree of a segment of these sums: the same kernel
-again, once for each factor of CHUNK in the longest segment possible. Every addition is the reference's.
+it where CHUNK is a power of two, and what stands above them is the tree of a segment of these sums. Every addition is
+the reference's, and all bits are.
 
 Rows that are not there are -0, which leaves the bits of all that it is added to.
 
 Legend: S segments, K summands of all segments, D features.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from fs_kernels._checks import accumulator
 from fs_kernels._copy_triton import last_at_or_before
+from fs_kernels._launch import launch
+from fs_kernels._rows_triton import feature_blocks, program_of, variant_of
 
-_SHORT = 16  # up to here a segment is one of many in a program
+_SHORT = 4  # rows of a segment that is one of many in a program
 _ROWS = 32  # of a long segment, loaded at once
-_CHUNK = 8 * _ROWS  # smaller spreads a long segment wider, larger leaves fewer sums to add and fewer launches
-_ONE_LAUNCH = 32 * _ROWS  # up to here a program sums a segment of any length, which takes no plan
-_PROGRAMS = 2048  # that share the chunks, whose number only the device knows
+_CHUNK = 4 * _ROWS  # rows that a program sums: fewer spread a long segment wider, more leave fewer sums to add
+_JOINED = 4 * _ROWS  # sums of chunks, loaded at once: a single program joins those of a segment
+_ONE_LAUNCH = 8192  # up to so many summands a program takes a whole segment, whatever its length
+_SHARERS = 4096  # programs that share the chunks, whose number only the device knows
+
+_PLANNED = 1024  # segments of a program that plans
 
 
 @triton.jit
@@ -40,40 +44,36 @@ def _two(values, index, start, length, k, d, D, absent):
     return one + _load_rows(values, index, start + k + 1, k + 1 < length, d, D, absent)
 
 
-@triton.jit
-def _four(values, index, start, length, k, d, D, absent):
-    return _two(values, index, start, length, k, d, D, absent) + _two(values, index, start, length, k + 2, d, D, absent)
-
-
-@triton.jit
-def _eight(values, index, start, length, k, d, D, absent):
-    four = _four(values, index, start, length, k, d, D, absent)
-    return four + _four(values, index, start, length, k + 4, d, D, absent)
-
-
 @triton.jit(do_not_specialize=["S"])
-def _short_kernel(
-    values, offsets, index, out, S, D, absent, SHORT: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr
+def _plan_kernel(
+    offsets, counts, long, first_chunks, S: tl.int64, SHORT: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Segments of up to SHORT rows, 16 at most; the others are left to `_chunk_kernel`."""
-    s = tl.program_id(0).to(tl.int64) * BLOCK_S + tl.arange(0, BLOCK_S)  # (BLOCK_S,)
-    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)  # (BLOCK_D,)
+    """Lists the `long` segments, of more than SHORT rows, with the first chunk of each.
+
+    `counts` holds the number of long segments, and below it the number of their chunks in 32 bits; so whoever adds to
+    it comes after the same others in both. In which order they come changes where sums lie, but none of them.
+    """
+    s = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # (BLOCK,)
+    length = tl.load(offsets + s + 1, s < S, other=0) - tl.load(offsets + s, s < S, other=0)
+    is_long = (length > SHORT).to(tl.int64)
+    chunks = tl.cdiv(length, CHUNK) * is_long
+    before = tl.atomic_add(counts, tl.sum((is_long << 32) + chunks, 0), sem="relaxed")
+    entry = (before >> 32) + tl.cumsum(is_long, 0) - is_long
+    tl.store(long + entry, s, is_long > 0)
+    tl.store(first_chunks + entry, (before & 0xFFFFFFFF) + tl.cumsum(chunks, 0) - chunks, is_long > 0)
+
+
+@triton.jit
+def _sum_short(
+    values, offsets, index, out, tile, S, D, d, absent, SHORT: tl.constexpr, BLOCK_S: tl.constexpr
+):  # fmt: skip
+    """A tile of segments, but for its long ones; what is short has 4 rows at most."""
+    s = tile * BLOCK_S + tl.arange(0, BLOCK_S)  # (BLOCK_S,)
     start = tl.load(offsets + s, s < S, other=0)
     length = tl.load(offsets + s + 1, s < S, other=0) - start
     live = (s < S) & (length <= SHORT)
     length = tl.where(live, length, 0)
-    longest = tl.max(length, 0)
-
-    # The first 2ⁿ rows and the next 2ⁿ are neighbours in the tree.
-    total = _load_rows(values, index, start, length > 0, d, D, absent)
-    if longest > 1:
-        total += _load_rows(values, index, start + 1, length > 1, d, D, absent)
-    if longest > 2:
-        total += _two(values, index, start, length, 2, d, D, absent)
-    if longest > 4:
-        total += _four(values, index, start, length, 4, d, D, absent)
-    if longest > 8:
-        total += _eight(values, index, start, length, 8, d, D, absent)
+    total = _two(values, index, start, length, 0, d, D, absent) + _two(values, index, start, length, 2, d, D, absent)
     total = tl.where((length > 0)[:, None], total, 0.0)
     tl.store(out + s[:, None] * D + d[None, :], total.to(out.dtype.element_ty), live[:, None] & (d < D)[None, :])
 
@@ -98,68 +98,104 @@ def _tree(x, NUM_BITS: tl.constexpr):
 
 
 @triton.jit
-def _sum_chunk(
-    values, index, start, length, d, D, absent, ROW_BITS: tl.constexpr, BLOCK_BITS: tl.constexpr
-):  # fmt: skip
-    """`(len(d),)`: the sum of rows `start` to `start + length - 1`, at most `2 ** (ROW_BITS + BLOCK_BITS)` of them."""
+def _row_of(x, i, absent):
+    """`(D,)`: row i of `x`; adding -0 to it changes nothing."""
+    return tl.sum(tl.where((tl.arange(0, x.shape[0]) == i)[:, None], x, absent), 0)
+
+
+@triton.jit
+def _sum_rows(values, index, start, length, d, D, absent, ROW_BITS: tl.constexpr, LEVELS: tl.constexpr):
+    """`(len(d),)`: the tree's sum of rows `start` to `start + length - 1`, in blocks of `2 ** ROW_BITS`.
+
+    As in counting with binary digits, level n holds the sum of the last 2ⁿ blocks that wait for as many more.
+    """
     acc: tl.constexpr = tl.float64 if values.dtype.element_ty == tl.float64 else tl.float32
     k = _reversed_bits(ROW_BITS)
-    block = _reversed_bits(BLOCK_BITS)
-    sums = tl.zeros((1 << BLOCK_BITS, d.shape[0]), acc) * absent  # -0 again: tl.full would make it 0
-    for b in range(0, tl.cdiv(length, 1 << ROW_BITS)):
+    waiting = tl.zeros((LEVELS, d.shape[0]), acc)
+    num_blocks = tl.cdiv(length, 1 << ROW_BITS)
+    for b in range(0, num_blocks):
         n = k + (b << ROW_BITS)  # (rows,)
-        rows = _load_rows(values, index, start + n, n < length, d, D, absent)
-        sums = tl.where((block == b)[:, None], _tree(rows, ROW_BITS)[None, :], sums)
-    return tl.where(length > 0, _tree(sums, BLOCK_BITS), 0.0)
+        total = _tree(_load_rows(values, index, start + n, n < length, d, D, absent), ROW_BITS)
+        level = 0
+        while (b >> level) % 2 == 1:
+            total = _row_of(waiting, level, absent) + total
+            level += 1
+        waiting = tl.where((tl.arange(0, LEVELS) == level)[:, None], total[None, :], waiting)
+
+    total = tl.zeros((d.shape[0],), acc) * absent  # -0, which tl.full would make 0
+    level = 0
+    while (num_blocks >> level) > 0:
+        if (num_blocks >> level) % 2 == 1:
+            total = _row_of(waiting, level, absent) + total
+        level += 1
+    return tl.where(length > 0, total, 0.0)
 
 
 @triton.jit
 def _whole_kernel(
-    values, offsets, index, out, D, absent, ROW_BITS: tl.constexpr, BLOCK_BITS: tl.constexpr, BLOCK_D: tl.constexpr
+    values, offsets, index, out, absent,
+    D: tl.constexpr, ROW_BITS: tl.constexpr, LEVELS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """A segment a program."""
-    s = tl.program_id(0).to(tl.int64)
-    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)  # (BLOCK_D,)
+    s, d = program_of(D, BLOCK_D)
     start = tl.load(offsets + s)
     length = tl.load(offsets + s + 1) - start
-    total = _sum_chunk(values, index, start, length, d, D, absent, ROW_BITS, BLOCK_BITS)
+    total = _sum_rows(values, index, start, length, d, D, absent, ROW_BITS, LEVELS)
     tl.store(out + s * D + d, total.to(out.dtype.element_ty), d < D)
 
 
-@triton.jit(do_not_specialize=["S"])
-def _plan_kernel(
-    offsets, counts, S, SHORT: tl.constexpr, CHUNK: tl.constexpr, NUM_LEVELS: tl.constexpr, BLOCK: tl.constexpr
+@triton.jit
+def _sum_chunk(
+    values, offsets, index, long, first_chunks, out, sums, num_long, chunk, D, d, absent,
+    CHUNK: tl.constexpr, ROW_BITS: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """In `counts[level, s + 1]`, the chunks of segment s: of its rows, then of the sums of the level before."""
-    s = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # (BLOCK,)
-    length = tl.load(offsets + s + 1, s < S, other=0) - tl.load(offsets + s, s < S, other=0)
-    alone: tl.constexpr = 1
-    for level in tl.static_range(NUM_LEVELS):
-        length = tl.where(length > (SHORT if level == 0 else alone), tl.cdiv(length, CHUNK), 0)
-        row = counts + level * (tl.full((), 1, tl.int64) + S)
-        tl.store(row + 1 + s, length, s < S)
-        if tl.program_id(0) == 0:
-            tl.store(row, tl.full((), 0, tl.int64))
+    """A chunk of a long segment; the sum of an only one is its segment's."""
+    entry = last_at_or_before(first_chunks, tl.full((), 0, tl.int64), num_long, chunk)
+    s = tl.load(long + entry)
+    start, stop = tl.load(offsets + s), tl.load(offsets + s + 1)
+    begin = start + (chunk - tl.load(first_chunks + entry)) * CHUNK
+    total = _sum_rows(values, index, begin, tl.minimum(stop - begin, CHUNK), d, D, absent, ROW_BITS, LEVELS)
+    if stop - start <= CHUNK:
+        tl.store(out + s * D + d, total.to(out.dtype.element_ty), d < D)
+    else:
+        tl.store(sums + chunk * D + d, total, d < D)
 
 
-@triton.jit(do_not_specialize=["S"])
-def _chunk_kernel(
-    values, offsets, index, chunks, out, sums, S, D, absent,
-    ROW_BITS: tl.constexpr, BLOCK_BITS: tl.constexpr, BLOCK_D: tl.constexpr,
+@triton.jit(do_not_specialize=["S", "num_sharers", "stride"])
+def _sum_kernel(
+    values, offsets, index, counts, long, first_chunks, out, sums, absent, S: tl.int64, num_sharers: tl.int64,
+    stride: tl.int64, D: tl.constexpr, SHORT: tl.constexpr, CHUNK: tl.constexpr, ROW_BITS: tl.constexpr,
+    LEVELS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """All chunks, of which segment s has `chunks[s]` to `chunks[s + 1] - 1`; that of an only one is its sum."""
-    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)  # (BLOCK_D,)
-    zero = tl.full((), 0, tl.int64)
-    for chunk in range(zero + tl.program_id(0), tl.load(chunks + S), zero + tl.num_programs(0)):
-        s = last_at_or_before(chunks, zero, zero + S, chunk)
-        first = tl.load(chunks + s)
-        start = tl.load(offsets + s) + ((chunk - first) << (ROW_BITS + BLOCK_BITS))
-        length = tl.minimum(tl.load(offsets + s + 1) - start, 1 << (ROW_BITS + BLOCK_BITS))
-        total = _sum_chunk(values, index, start, length, d, D, absent, ROW_BITS, BLOCK_BITS)
-        if tl.load(chunks + s + 1) - first == 1:
+    """Every `stride`-th program shares in the chunks, the others take a tile of short segments each: chunks wait for
+    memory more than they load it, so the two are best off side by side."""
+    i, d = program_of(D, BLOCK_D)
+    if (i % stride == 0) & (i // stride < num_sharers):
+        num = tl.load(counts)
+        for chunk in range(i // stride, num & 0xFFFFFFFF, num_sharers):
+            _sum_chunk(
+                values, offsets, index, long, first_chunks, out, sums, num >> 32, chunk, D, d, absent,
+                CHUNK, ROW_BITS, LEVELS,
+            )  # fmt: skip
+    else:
+        tile = i - tl.minimum(tl.cdiv(i, stride), num_sharers)
+        _sum_short(values, offsets, index, out, tile, S, D, d, absent, SHORT, BLOCK_S)
+
+
+@triton.jit(do_not_specialize=["num_sharers"])
+def _join_kernel(
+    sums, offsets, counts, long, first_chunks, out, absent, num_sharers: tl.int64,
+    D: tl.constexpr, CHUNK: tl.constexpr, ROW_BITS: tl.constexpr, LEVELS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Segments of several chunks, from the chunks' sums."""
+    i, d = program_of(D, BLOCK_D)
+    for entry in range(i, tl.load(counts) >> 32, num_sharers):
+        s = tl.load(long + entry)
+        chunks = tl.cdiv(tl.load(offsets + s + 1) - tl.load(offsets + s), CHUNK)
+        if chunks > 1:
+            first = tl.load(first_chunks + entry)
+            total = _sum_rows(sums, None, first, chunks, d, D, absent, ROW_BITS, LEVELS)
             tl.store(out + s * D + d, total.to(out.dtype.element_ty), d < D)
-        else:
-            tl.store(sums + chunk * D + d, total, d < D)
 
 
 def segment_sum_triton(values: Tensor, offsets: Tensor, index: Tensor | None) -> Tensor:
@@ -170,45 +206,42 @@ def segment_sum_triton(values: Tensor, offsets: Tensor, index: Tensor | None) ->
     out = values.new_empty(S, D)
     if not out.numel():
         return out
-    block_d = min(128, max(4, triton.next_power_of_2(D)))
-    num_d = triton.cdiv(D, block_d)
-    row_bits, absent = _ROWS.bit_length() - 1, -0.0
+    num_d, block_d = feature_blocks(D)
+    row_bits, absent, device = _ROWS.bit_length() - 1, -0.0, out.device
+    variant = variant_of(values, offsets, index)
     if K <= _ONE_LAUNCH:
-        _whole_kernel[(S, num_d)](
-            values, offsets, index, out, D, absent,
-            ROW_BITS=row_bits, BLOCK_BITS=(_ONE_LAUNCH // _ROWS).bit_length() - 1, BLOCK_D=block_d,
+        launch(
+            _whole_kernel, S * num_d, (values, offsets, index, out, absent), (D, row_bits, 16, block_d),
+            device=device, variant=variant,
         )  # fmt: skip
         return out
 
-    chunks = _plan(offsets, _num_levels(K))
-    block_s = max(16, 2048 // block_d)
-    _short_kernel[(triton.cdiv(S, block_s), num_d)](
-        values, offsets, index, out, S, D, absent, SHORT=_SHORT, BLOCK_S=block_s, BLOCK_D=block_d
-    )
-    most = K // _CHUNK + K // _SHORT  # chunks: full ones, and a last one of each segment of more than _SHORT rows
-    for level in chunks:
-        sums = values.new_empty(most, D, dtype=accumulator(values.dtype))
-        _chunk_kernel[(min(most, _PROGRAMS), num_d)](
-            values, offsets, index, level, out, sums, S, D, absent,
-            ROW_BITS=row_bits, BLOCK_BITS=(_CHUNK // _ROWS).bit_length() - 1, BLOCK_D=block_d,
+    most_long = K // (_SHORT + 1)
+    most_chunks = K // _CHUNK + most_long  # full ones, and the last one of each
+    counts = offsets.new_zeros(1)
+    long, first_chunks = offsets.new_empty(most_long), offsets.new_empty(most_long)
+    sums = values.new_empty(most_chunks, D, dtype=accumulator(values.dtype))
+    launch(
+        _plan_kernel, triton.cdiv(S, _PLANNED), (offsets, counts, long, first_chunks, S), (_SHORT, _CHUNK, _PLANNED),
+        device=device, variant=variant,
+    )  # fmt: skip
+    block_s = min(256, max(16, 2048 // block_d))
+    num_tiles, num_sharers = triton.cdiv(S, block_s), max(1, min(most_chunks, _SHARERS))
+    num_programs = num_tiles + num_sharers
+    levels = triton.next_power_of_2((_CHUNK // _ROWS).bit_length())
+    launch(
+        _sum_kernel,
+        num_programs * num_d,
+        (values, offsets, index, counts, long, first_chunks, out, sums, absent, S, num_sharers,
+         num_programs // num_sharers),
+        (D, _SHORT, _CHUNK, row_bits, levels, block_s, block_d),
+        device=device, variant=variant,
+    )  # fmt: skip
+    if K > _CHUNK and most_long:
+        num_sharers = min(most_long, _SHARERS)
+        launch(
+            _join_kernel, num_sharers * num_d,
+            (sums, offsets, counts, long, first_chunks, out, absent, num_sharers),
+            (D, _CHUNK, _JOINED.bit_length() - 1, 32, block_d), device=device, variant=variant, num_warps=8,
         )  # fmt: skip
-        values, offsets, index, most = sums, level, None, triton.cdiv(most, 2)
     return out
-
-
-def _num_levels(num_rows: int) -> int:
-    """How often chunks are summed until one sum of `num_rows` is left."""
-    levels = 0
-    while num_rows > 1:
-        num_rows, levels = triton.cdiv(num_rows, _CHUNK), levels + 1
-    return levels
-
-
-def _plan(offsets: Tensor, num_levels: int) -> Tensor:
-    """`(num_levels, S + 1)`: of each level's chunks, the first of each segment."""
-    S = len(offsets) - 1
-    counts = offsets.new_empty(num_levels, S + 1)
-    _plan_kernel[(triton.cdiv(S, 1024),)](
-        offsets, counts, S, SHORT=_SHORT, CHUNK=_CHUNK, NUM_LEVELS=num_levels, BLOCK=1024
-    )
-    return torch.cumsum(counts, 1, out=counts)

@@ -24,7 +24,7 @@ def small_pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     """So small that segments of some ten rows take several levels."""
     from fs_kernels import segment_sum_triton as m
 
-    for name, size in {"_SHORT": 8, "_ROWS": 2, "_CHUNK": 4, "_ONE_LAUNCH": 4, "_PROGRAMS": 3}.items():
+    for name, size in {"_ROWS": 2, "_CHUNK": 4, "_JOINED": 2, "_ONE_LAUNCH": 0, "_SHARERS": 3}.items():
         monkeypatch.setattr(m, name, size)
     if request.param == "one launch":
         monkeypatch.setattr(m, "_ONE_LAUNCH", 512)
@@ -75,7 +75,7 @@ def test_a_segments_bits_do_not_depend_on_the_others(impl: k.Impl, lengths: list
     assert_same_bits(torch.cat([left, right]), together)
 
 
-@pytest.mark.parametrize("num_rows", [3_000, pytest.param(1_000_001, marks=[] if ON_GPU else pytest.mark.slow)])
+@pytest.mark.parametrize("num_rows", [9_000, pytest.param(1_000_001, marks=[] if ON_GPU else pytest.mark.slow)])
 def test_a_long_segment_among_short_ones_is_summed_in_pieces(num_rows: int) -> None:
     offsets = offsets_of([1, 0, num_rows, 17, 257, 16])
     values = torch.randn(int(offsets[-1]), 4, device=DEVICE)
