@@ -22,9 +22,3 @@ def resolve_impl(impl: Impl, x: Tensor) -> Literal["triton", "reference"]:
             "use impl='reference', or set TRITON_INTERPRET=1 to debug on the CPU"
         )
     return impl
-
-
-def torch_only(impl: Impl, op: str) -> None:
-    """For operations without a Triton kernel: the reference runs everywhere, and a request for Triton is refused."""
-    if impl not in ("auto", "reference"):
-        raise ValueError(f"{op} has no Triton kernel: use impl='auto' or 'reference', got {impl!r}")
