@@ -16,8 +16,8 @@ from torch import Tensor
 
 from fs_kernels._launch import jit, launch
 
-_TILE = 16384  # bytes: amortises the search, and still fills the processors with a few megabytes
-_LANES = 1024  # words in flight in a program: more spill registers
+_TILE = 8192  # bytes: amortises the search, and still fills the processors with a few megabytes
+_LANES = 512  # words in flight in a program: with more, fewer programs fit a processor
 _WARPS = 4
 _BLOCK = 128
 _TILES_SEARCHED_BEFORE = 2048  # from here on a launch that finds each tile's rows costs less than a search in each tile

@@ -73,7 +73,8 @@ def ranged_combine(
     Args:
         blocks: `(P,)`, as `ranged_dispatch` lays them out.
         like: For each column that comes out a tensor of its dtype and `(*, ...)` shape, such as `values[:0]`, and its
-            offsets `(K * B + 1,)` from 0 to N, or None.
+            offsets `(K * B + 1,)` from 0 to N; or None where each row is one value, and where no column has offsets as
+            many values as come out.
         bounds: `(R + 1,)` int64, non-decreasing from 0 to n: how many samples are in each block.
         index: `(n,)` int32 or int64, distinct: which sample of the output each one becomes; the others are zero. None
             for the order in which they came, and n is B then.
@@ -84,7 +85,7 @@ def ranged_combine(
     Returns:
         Values `(N, ...)` of each column. Gradients flow to `blocks`.
     """
-    values, offsets, keys = _check_columns(like, num_keys)
+    values, offsets, keys = _check_columns(like, num_keys, are_empty=True)
     _check_ranges(bounds, index, block_offsets)
     if blocks.dim() != 1 or blocks.shape[0] * blocks.element_size() % ALIGNMENT:
         raise ValueError(f"blocks must be (P,) of a multiple of {ALIGNMENT} bytes, got {tuple(blocks.shape)}")
@@ -102,8 +103,9 @@ def ranged_combine(
 
 
 def _check_columns(
-    columns: Sequence[JaggedValues], num_keys: Sequence[int] | None
+    columns: Sequence[JaggedValues], num_keys: Sequence[int] | None, *, are_empty: bool = False
 ) -> tuple[list[Tensor], list[Tensor], list[int]]:
+    """Values, offsets and numbers of keys. Where columns `are_empty`, one without offsets has the others' samples."""
     if not columns:
         raise ValueError("there must be at least one column, got none")
     keys = [1] * len(columns) if num_keys is None else list(num_keys)
@@ -112,9 +114,11 @@ def _check_columns(
     values: list[Tensor] = []
     offsets: list[Tensor] = []
     counts: list[int] = []
+    given = [(o.shape[0] - 1) // k for (_, o), k in zip(columns, keys, strict=True) if o is not None]
     for i, ((v, o), k) in enumerate(zip(columns, keys, strict=True)):
         if o is None:
-            o = torch.arange(v.shape[0] + 1, device=v.device)
+            num_rows = given[0] * k if are_empty and given else v.shape[0]
+            o = torch.arange(num_rows + 1, device=v.device)
         check_offsets(o, f"offsets of column {i}")
         values.append(v.contiguous())
         offsets.append(o)

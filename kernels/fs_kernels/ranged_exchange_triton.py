@@ -20,7 +20,7 @@ from fs_kernels._words import narrowest_word, value_bytes
 
 _BLOCK = 256
 _PLACED_BY_ONE = 1 << 14  # ranges: up to here one program adds them up, which saves launches
-_COLUMNS = 32  # taken by one launch: every one is an argument, and code of its own
+_COLUMNS = 16  # taken by one launch: each is an argument, and code of its own that takes time to compile
 
 
 # Triton compiles anew for each pattern of what in a tuple is 1 or divisible by 16, so everything in `columns` is made

@@ -116,11 +116,12 @@ def test_rows_of_one_value_need_no_offsets(impl: k.Impl) -> None:
     assert block_offsets.tolist() == [0, 32, 80]
     assert blocks[:8].view(torch.float32).tolist() == [1.0, 2.0]
     assert blocks[48:72].view(torch.int64).tolist() == [2, 3, 4]
-    came = k.ranged_combine(blocks, columns, bounds, impl=impl)
-    assert [x.tolist() for x in came] == [labels.tolist(), ids.tolist()]
+    for like in (columns, [(values[:0], offsets) for values, offsets in columns]):
+        came = k.ranged_combine(blocks, like, bounds, impl=impl)
+        assert [x.tolist() for x in came] == [labels.tolist(), ids.tolist()]
 
 
-@pytest.mark.parametrize(("num_columns", "placed_by_one"), [(32, 1 << 14), (33, 1 << 14), (70, 0), (2, 0)])
+@pytest.mark.parametrize(("num_columns", "placed_by_one"), [(16, 1 << 14), (17, 1 << 14), (35, 0), (2, 0)])
 def test_columns_and_ranges_beyond_what_one_launch_takes_make_the_same_blocks(
     num_columns: int, placed_by_one: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,6 +205,8 @@ def test_wrong_arguments_are_named() -> None:
         k.ranged_dispatch([column], bounds, num_keys=[2, 1])
     with pytest.raises(ValueError, match=r"column 1 must be \(1 keys \* 2 samples \+ 1,\), got \(2,\)"):
         k.ranged_dispatch([column, (torch.zeros(3), torch.tensor([0, 3]))], bounds)
+    with pytest.raises(ValueError, match=r"column 1 must be \(1 keys \* 2 samples \+ 1,\), got \(4,\)"):
+        k.ranged_dispatch([column, (torch.zeros(3), None)], bounds)
     with pytest.raises(ValueError, match="block_offsets must be"):
         k.ranged_dispatch([column], bounds, block_offsets=torch.tensor([0]))
     with pytest.raises(ValueError, match="out_size must come to a multiple of 16 bytes, got 3"):
