@@ -1,7 +1,7 @@
 """What all modules with sharded tables share: looking ahead, statistics, and state."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, Self, cast, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -67,11 +67,6 @@ class PrioritizedModule(nn.Module):
         """`exposed_wait_s` (training thread blocked), `bytes_sent`, `hits`, `misses` and `absences` of announced
         batches, `skipped_updates` (a gradient was not finite), and bytes and seconds by phase."""
         return self.tables.stats()
-
-    def train(self, mode: bool = True) -> Self:
-        if not mode and self.training:
-            self.flush()
-        return super().train(mode)
 
     def optimizer_state(self) -> dict[str, dict[str, Tensor]]:
         """For the key of each weight, `<table>.<name>` of its optimizer's state, sharded as the weight.

@@ -33,7 +33,7 @@ from fs_embed.peers import Peers
 from fs_embed.route import Keys, Route, exchange_ids
 from fs_embed.step import Gradients
 from fs_embed.store import Store
-from fs_embed.synchronous import AS_ANNOUNCED, NO_GRADIENTS, NOT_FINITE, Plain, kind_of
+from fs_embed.synchronous import AS_ANNOUNCED, NO_GRADIENTS, NOT_FINITE, Plain, divided, kind_of
 from fs_embed.worker import Job, Latch, Worker
 
 
@@ -83,9 +83,11 @@ class PrioritizedEngine:
         self._training, self._evaluation = Plain(store, peers), Plain(store, evaluation)
         self.worker = Worker("fs_embed", store.weight.device)
         self._last: Job[None] | None = None  # the newest defer
+        self._updated: Job[_Backward | None] | None = None  # the newest update
         self._exposed_s = 0.0
         self.num_skipped = 0
         # The worker's own.
+        self._has_skipped = False  # in the newest update
         self._is_open = False  # between open and update
         self._looked_ahead = False  # the rows of the coming step are on their way
         self._coming: PrioritizedPart | None = None  # the coming step, where it was announced and is not fetched
@@ -122,13 +124,21 @@ class PrioritizedEngine:
         latch.wait(self.timeout_s)
         self._exposed_s += time.perf_counter() - started
 
-    def finish(self, part: PrioritizedPart, gradients: Gradients | None, divide_by: float) -> None:
+    def finish(
+        self, part: PrioritizedPart, gradients: Gradients | None, finite: Tensor | None, divide_by: float
+    ) -> None:
         """The step's backward, or that it will have none."""
         part.requests.put(None)
         optimizer = self.store.optimizer_now()  # as it is now: a scheduler may change it before defer reads it
-        updated = self.worker.submit(lambda: self._update(part, gradients, optimizer, divide_by), "an update")
+        updated = self.worker.submit(lambda: self._update(part, gradients, finite, optimizer, divide_by), "an update")
+        self._updated = updated
         self._last = self.worker.submit(lambda: self._defer(part, updated), "the deferred updates")
         self.worker.submit(self._prime_coming, "the rows of the next batch")  # flush does not wait for this one
+
+    def has_skipped(self) -> bool:
+        if self._updated is not None:
+            self._updated.wait(self.timeout_s)
+        return self._has_skipped
 
     def serve(self) -> bool:
         return False  # the worker does
@@ -231,13 +241,19 @@ class PrioritizedEngine:
         return fs_kernels.collision_split(route.slots, other.slots)
 
     def _update(
-        self, part: PrioritizedPart, gradients: Gradients | None, optimizer: RowOptimizer, divide_by: float
+        self,
+        part: PrioritizedPart,
+        gradients: Gradients | None,
+        finite: Tensor | None,
+        optimizer: RowOptimizer,
+        divide_by: float,
     ) -> "_Backward | None":
         """The rows that the next step waits for come first; what is left to defer is returned."""
         self._is_open = False
-        kinds = self._peers.agree("update", kind_of(gradients))
+        kinds = self._peers.agree("update", kind_of(gradients, finite))
         backward: _Backward | None = None
-        if NOT_FINITE in kinds:
+        self._has_skipped = NOT_FINITE in kinds
+        if self._has_skipped:
             self.num_skipped += 1
         elif part.missed or any(kind not in (NO_GRADIENTS, AS_ANNOUNCED) for kind in kinds):
             if any(kinds):
@@ -277,7 +293,7 @@ class PrioritizedEngine:
         if backward.gradients is None:
             sums = self.store.weight.new_zeros(int(sent.sum()), self.store.dim)
         else:
-            sums = route.sum_grads(backward.gradients.values, of=sent) / backward.divide_by
+            sums = divided(route.sum_grads(backward.gradients.values, of=sent), backward.divide_by)
         received = route.to_owners(self._peers, sums, of=asked, sent=sent, phase=phase)
         slots = route.slots[asked]
         if NO_GRADIENTS not in backward.kinds:

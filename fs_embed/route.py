@@ -13,7 +13,7 @@ from torch import Tensor
 import fs_kernels
 from fs_embed.errors import IdOutOfRange
 from fs_embed.peers import Peers
-from fs_embed.store import Store, counts_by_rank, group_equal
+from fs_embed.store import Store, counts_by_rank, counts_in_order, group_equal
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,14 +96,11 @@ def exchange_ids(peers: Peers, store: Store, keys: Keys) -> Route:
     Raises:
         IdOutOfRange: On every rank, when any rank brings an id that is no row.
     """
-    distinct, places, offsets = group_equal(keys.values)
-    inverse = torch.empty_like(places)
-    inverse[places] = torch.arange(len(distinct), device=places.device).repeat_interleave(offsets.diff())
-    num_slots = max(1, store.shards.num_slots)
-    owner = distinct // num_slots
-    counts = counts_by_rank(owner + 1, peers.world_size + 1)
-    bad, counts = counts[0], counts[1:]  # -1 is nobody's
-    trouble = [1, *keys.at(int(places[0]))] if bad else [0, 0, 0]
+    groups = group_equal(keys.values)
+    distinct, num_slots = groups.distinct, max(1, store.shards.num_slots)
+    # -1 is nobody's.
+    bad, *counts = counts_in_order(distinct, [-1, *(rank * num_slots for rank in range(peers.world_size + 1))])
+    trouble = [1, *keys.at(int(groups.places[0]))] if bad else [0, 0, 0]
     headers = peers.headers("ids", [*trouble, *counts])
     for rank, (failed, table, bad_id, *_) in enumerate(headers):
         if failed:
@@ -113,6 +110,11 @@ def exchange_ids(peers: Peers, store: Store, keys: Keys) -> Route:
             )
     recv_counts = [header[3 + peers.rank] for header in headers]
     slots = peers.all_to_all(distinct % num_slots, counts, recv_counts, "ids")
-    of_rank = torch.arange(peers.world_size, device=places.device)
-    asker = of_rank.repeat_interleave(torch.tensor(recv_counts, device=places.device))
-    return Route(places, offsets, inverse, owner, slots, asker)
+    owner, asker = (ranks_of(numbers, distinct.device) for numbers in (counts, recv_counts))
+    return Route(groups.places, groups.offsets, groups.inverse, owner, slots, asker)
+
+
+def ranks_of(counts: Sequence[int], device: torch.device) -> Tensor:
+    """Rank r, `counts[r]` times, for each in turn."""
+    repeats = torch.tensor(counts, device=device)
+    return torch.arange(len(counts), device=device).repeat_interleave(repeats, output_size=sum(counts))

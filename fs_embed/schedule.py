@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from fs_embed.route import Keys
-from fs_embed.step import Gradients, Step
+from fs_embed.step import Gradients, Step, are_finite
 from fs_embed.ticket import Lookup, Ticket
 
 
@@ -27,7 +27,11 @@ class Engine(Protocol):
         """One round of answers to ranks that still look up in the step; False once none does."""
         ...
 
-    def finish(self, part: Any, gradients: Gradients | None, divide_by: float) -> None: ...
+    def finish(self, part: Any, gradients: Gradients | None, finite: Tensor | None, divide_by: float) -> None: ...
+
+    def has_skipped(self) -> bool:
+        """Whether some rank's gradients in the last finished step were not finite, so that no rank updated."""
+        ...
 
     def meet(self, num_closed: int) -> int:
         """Collective: how many steps others have closed, or wait to close, that this rank has not."""
@@ -209,8 +213,10 @@ class Schedule:
         self._num_closed += 1
         while any([engine.serve() for engine in self._engines]):
             pass
-        for s, engine in enumerate(self._engines):
-            engine.finish(self._parts[s], step.gradients(s, copied=self._looks_ahead), divide_by)
+        gradients = [step.gradients(s, copied=self._looks_ahead) for s in range(len(self._engines))]
+        finite = are_finite(gradients)
+        for engine, part, mine in zip(self._engines, self._parts, gradients, strict=True):
+            engine.finish(part, mine, finite, divide_by)
 
     def _with_parts(self, ticket: Ticket) -> Ticket:
         ticket.parts = [

@@ -96,6 +96,17 @@ class Gradients:
     """The lookups are those of the ticket, each once and in its order."""
 
 
+def are_finite(gradients: "Sequence[Gradients | None]") -> Tensor | None:
+    """`()` bool: no value of any is infinite or not a number; None where there is none. Reads nothing on the host.
+
+    One pass over each: both kinds of values show in the smallest or the largest.
+    """
+    extremes = [torch.stack(torch.aminmax(g.values)) for g in gradients if g is not None and g.values.numel()]
+    if not extremes:
+        return None
+    return torch.stack([e.isfinite().all() for e in extremes]).all()
+
+
 def _joined(parts: Sequence[Tensor], copied: bool = False) -> Tensor:
     """`copied` if the caller of backward, who may have given this very tensor, must be free to write on it."""
     return parts[0] if len(parts) == 1 and not copied else torch.cat(list(parts))

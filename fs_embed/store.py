@@ -1,8 +1,10 @@
 """One rank's share of some tables of one width: rows, optimizer state, and the update by all ranks' gradients."""
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import fs_kernels
@@ -50,24 +52,42 @@ class Store:
         """
         if not len(slots):
             return
-        rows, order, offsets = group_equal(slots)
         wide = grads.to(torch.promote_types(grads.dtype, torch.float32))  # sums of 16-bit gradients stay in 32 bits
-        total = fs_kernels.segment_sum(wide, offsets, index=order)
-        optimizer.update_(self.weight, self.state, rows, total, step)
+        if self.shards.world_size == 1:  # each slot once, and a sum of one gradient is that gradient
+            optimizer.update_(self.weight, self.state, slots, wide, step)
+            return
+        groups = group_equal(slots)
+        total = fs_kernels.segment_sum(wide, groups.offsets, index=groups.places)
+        optimizer.update_(self.weight, self.state, groups.distinct, total, step)
 
 
-def group_equal(keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The distinct keys, ascending, and where each occurs.
+class Groups(NamedTuple):
+    """Equal keys, of n."""
 
-    Returns:
-        Keys `(U,)`; places `(n,)`, those of key u being `places[offsets[u]:offsets[u + 1]]`, ascending; offsets
-        `(U + 1,)`.
-    """
+    distinct: Tensor
+    """`(U,)`, ascending."""
+    places: Tensor
+    """`(n,)`: those of key u are `places[offsets[u]:offsets[u + 1]]`, ascending."""
+    offsets: Tensor
+    """`(U + 1,)`."""
+    inverse: Tensor
+    """`(n,)`: which distinct key stands at each place."""
+
+
+def group_equal(keys: Tensor) -> Groups:
+    """The distinct ones of `keys` `(n,)`, and where each occurs; reads one number from the device, U."""
     in_order, places = torch.sort(keys, stable=True)
-    distinct, counts = torch.unique_consecutive(in_order, return_counts=True)
-    offsets = torch.zeros(len(distinct) + 1, dtype=torch.int64, device=keys.device)
-    torch.cumsum(counts, 0, out=offsets[1:])
-    return distinct, places, offsets
+    is_first = torch.ones_like(keys, dtype=torch.bool)
+    torch.ne(in_order[1:], in_order[:-1], out=is_first[1:])
+    first = is_first.nonzero().squeeze(1)
+    inverse = torch.empty_like(places).scatter_(0, places, is_first.cumsum(0) - 1)
+    return Groups(in_order[first], places, F.pad(first, (0, 1), value=len(keys)), inverse)
+
+
+def counts_in_order(ascending: Tensor, bounds: Sequence[int]) -> Sequence[int]:
+    """How many of `ascending` `(n,)` are from one bound to the next; `len(bounds) - 1` numbers."""
+    places = torch.searchsorted(ascending, torch.tensor(bounds, device=ascending.device))
+    return places.diff().tolist()
 
 
 def counts_by_rank(ranks: Tensor, world_size: int) -> Sequence[int]:

@@ -1,12 +1,14 @@
 """Swapping a model's embedding modules for prioritized ones, and back."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar, Unpack, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from fs_embed.bag import PrioritizedEmbeddingBag
 from fs_embed.bag_collection import PrioritizedEmbeddingBagCollection
@@ -14,6 +16,7 @@ from fs_embed.collection import FeatureModule, PrioritizedEmbeddingCollection
 from fs_embed.embedding import PrioritizedEmbedding
 from fs_embed.module import PrioritizedModule
 from fs_embed.optim import RowOptimizer
+from fs_embed.stale_optimizers import watch_for
 from fs_embed.tables import ShardingOptions
 
 M = TypeVar("M", bound=nn.Module)
@@ -55,6 +58,7 @@ def prioritize(
         found = {name: found[name] for name in tables}
     if not found:
         raise ValueError(f"the model must have an embedding module to prioritize, {type(model).__name__} has none")
+    _refuse_wrapped(model, found)
     for name, old in found.items():
         _refuse_inexact(model, name, old)
     for name, old in found.items():
@@ -65,6 +69,8 @@ def prioritize(
                 "the model must hold the embedding module; put it into a module, which is swapped in place"
             )
         model.set_submodule(name, new)
+        for weight in old.parameters():
+            watch_for(weight, name)
     return model
 
 
@@ -157,6 +163,17 @@ def _plain(module: PrioritizedModule, whole: list[Tensor]) -> nn.Module:
         for table, weight in zip(module.tables.tables, whole, strict=True):
             holders[table.name].weight.copy_(weight)
     return plain
+
+
+def _refuse_wrapped(model: nn.Module, names: Iterable[str]) -> None:
+    for outer, wrapper in model.named_modules():
+        if isinstance(wrapper, (DistributedDataParallel, FullyShardedDataParallel, FSDPModule)):
+            inside = [name for name in names if outer == "" or name.startswith(f"{outer}.")]
+            if inside:
+                raise ValueError(
+                    f"prioritize must come before {type(wrapper).__name__}, which keeps the weights of {inside}: call "
+                    "prioritize(model), and then wrap it"
+                )
 
 
 def _refuse_inexact(model: nn.Module, name: str, module: Any) -> None:

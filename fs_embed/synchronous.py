@@ -33,14 +33,15 @@ class Plain:
         rows = route.to_askers(self.peers, self.store.read(route.slots), phase="rows")
         return route, rows
 
-    def push(self, gradients: Gradients | None, optimizer: RowOptimizer, divide_by: float) -> None:
-        """One update by all ranks' gradients."""
+    def push(
+        self, gradients: Gradients | None, optimizer: RowOptimizer, divide_by: float, route: Route | None = None
+    ) -> None:
+        """One update by all ranks' gradients; `route` where every rank has one for the ids of its gradients."""
         store = self.store
-        route = exchange_ids(self.peers, store, self.no_keys() if gradients is None else Keys(gradients.keys, ()))
-        if gradients is None:
-            sums = store.no_rows()
-        else:
-            sums = route.sum_grads(gradients.values) / divide_by
+        if route is None:
+            keys = self.no_keys() if gradients is None else Keys(gradients.keys, ())
+            route = exchange_ids(self.peers, store, keys)
+        sums = store.no_rows() if gradients is None else divided(route.sum_grads(gradients.values), divide_by)
         received = route.to_owners(self.peers, sums, phase="gradients")
         store.update_(route.slots, received, store.next_step(), optimizer)
 
@@ -48,19 +49,17 @@ class Plain:
         return Keys(torch.zeros(0, dtype=torch.int64, device=self.store.weight.device), ())
 
 
-def kind_of(gradients: Gradients | None) -> int:
+def kind_of(gradients: Gradients | None, finite: Tensor | None) -> int:
+    """`finite`: of the step's gradients in all stores, None where none came for any."""
+    if finite is not None and not bool(finite):
+        return NOT_FINITE
     if gradients is None:
         return NO_GRADIENTS
-    if not is_finite(gradients.values):
-        return NOT_FINITE
     return AS_ANNOUNCED if gradients.as_announced else OTHERWISE
 
 
-def is_finite(values: Tensor) -> bool:
-    """Whether no value is infinite or not a number, in one pass: both show in the smallest or the largest."""
-    if not values.numel():
-        return True
-    return bool(torch.stack(torch.aminmax(values)).isfinite().all())
+def divided(sums: Tensor, divide_by: float) -> Tensor:
+    return sums if divide_by == 1.0 else sums / divide_by
 
 
 class SynchronousPart:
@@ -76,7 +75,9 @@ class SynchronousEngine:
         self.store = store
         self._plain = Plain(store, peers)
         self.num_skipped = 0
+        self._has_skipped = False
         self._has_served = False  # the ranks of the step that comes have no more lookups
+        self._rounds: list[tuple[Keys, Route]] = []  # of lookups in the step
 
     def new_part(self, keys: Sequence[Keys] | None) -> SynchronousPart:
         return SynchronousPart()
@@ -90,6 +91,7 @@ class SynchronousEngine:
     def look_up(self, part: SynchronousPart, keys: Keys, place: int | None) -> tuple[Tensor, Tensor]:
         self._plain.peers.agree("lookup", LOOKS_UP)
         route, rows = self._plain.fetch(keys)
+        self._rounds.append((keys, route))
         return rows, route.inverse
 
     @torch.no_grad()
@@ -110,16 +112,31 @@ class SynchronousEngine:
     def _serve_lookups(self, places: Sequence[int]) -> bool:
         """Answers those ranks that look up, with no ids of its own, and says whether there was one."""
         if LOOKS_UP in places:
-            self._plain.fetch(self._plain.no_keys())
+            nothing = self._plain.no_keys()
+            self._rounds.append((nothing, self._plain.fetch(nothing)[0]))
         return LOOKS_UP in places
 
     @torch.no_grad()
-    def finish(self, part: SynchronousPart, gradients: Gradients | None, divide_by: float) -> None:
-        kinds = self._plain.peers.agree("update", kind_of(gradients))
-        if NOT_FINITE in kinds:
+    def finish(
+        self, part: SynchronousPart, gradients: Gradients | None, finite: Tensor | None, divide_by: float
+    ) -> None:
+        rounds, self._rounds = self._rounds, []
+        kind = kind_of(gradients, finite)
+        if kind in (AS_ANNOUNCED, OTHERWISE):  # nothing was announced: what counts is what was looked up
+            assert gradients is not None
+            is_the_lookup = len(rounds) == 1 and gradients.keys is rounds[0][0].values
+            kind = AS_ANNOUNCED if is_the_lookup else OTHERWISE
+        kinds = self._plain.peers.agree("update", kind)
+        self._has_skipped = NOT_FINITE in kinds
+        if self._has_skipped:
             self.num_skipped += 1
         elif any(kinds):
-            self._plain.push(gradients, self.store.optimizer_now(), divide_by)
+            # The ids of a step's only lookup need not travel again.
+            route = rounds[0][1] if all(k == AS_ANNOUNCED for k in kinds) else None
+            self._plain.push(gradients, self.store.optimizer_now(), divide_by, route)
+
+    def has_skipped(self) -> bool:
+        return self._has_skipped
 
     def evaluate(self, keys: Keys) -> Tensor:
         route, rows = self._plain.fetch(keys)

@@ -39,6 +39,19 @@ class TableOptimizers(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         pass
 
+    def spread_not_finite(self, optimizer: torch.optim.Optimizer) -> None:
+        """Has a `GradScaler` skip `optimizer`'s step if tables skipped theirs, by a gradient that is infinite.
+
+        To be called by every rank between the backward and `scaler.step(optimizer)`; the scale then goes down too. It
+        waits for the newest update of each table, not for what is deferred. Tables skip together with those of their
+        module: other modules were updated when their gradients came.
+        """
+        engines = [engine for module in self.modules.values() for engine in module.tables.engines]
+        if any([engine.has_skipped() for engine in engines]):
+            grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            for grad in grads[:1]:
+                grad.fill_(float("inf"))
+
     def state_dict(self) -> dict[str, Any]:
         """`"state"` by weight as TorchRec's fused optimizers have it, and `"param_groups"` by module."""
         state: dict[str, Any] = {}

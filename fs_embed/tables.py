@@ -241,16 +241,17 @@ class ShardedTables:
     ) -> Store:
         tables = [self.tables[j] for j in members]
         shards = RowShards([t.num_embeddings for t in tables], self.world_size)
-        blocks: list[Tensor] = []
+        slots = [shards.local_slots(i, self.rank) for i in range(len(tables))]
+        if weights is not None and device is None:
+            device = weights[members[0]].device
+        weight = torch.empty(slots[-1].stop, tables[0].embedding_dim, dtype=tables[0].dtype, device=device)
         for i, (j, table) in enumerate(zip(members, tables, strict=True)):
-            owned = shards.owned(i, self.rank)
+            block = weight[slots[i]]
             if weights is None:
-                block = torch.empty(len(owned), table.embedding_dim, dtype=table.dtype, device=device)
                 self._fill(block, table)
             else:
-                block = weights[j].detach()[slice_of(owned)].to(device=device, dtype=table.dtype)
-            blocks.append(block)
-        return Store(shards, [t.name for t in tables], torch.cat(blocks).clone(), optimizer)
+                block.copy_(weights[j].detach()[slice_of(shards.owned(i, self.rank))])
+        return Store(shards, [t.name for t in tables], weight, optimizer)
 
     def _fill(self, block: Tensor, table: TableConfig) -> None:
         if table.init_fn is not None:
