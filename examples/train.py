@@ -68,7 +68,9 @@ class Totals:
     samples: int = 0
     seconds: float = 0.0
     compute_s: list[Tensor] = field(default_factory=list)  # (T, R) of each window
-    last_loss: float = float("nan")
+    positions: int = 0
+    """Items that were to be predicted."""
+    last_loss: float = 0.0
 
 
 class Trainer:
@@ -177,8 +179,9 @@ class Trainer:
         everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
         dist.all_gather(everyone, mine)
         loss_sums, positions, compute_s = torch.stack(everyone).unbind(1)  # (R, T) each
-        losses = (loss_sums.sum(0) / positions.sum(0)).tolist()
-        mean = float(loss_sums.sum() / positions.sum())
+        losses = (loss_sums.sum(0) / positions.sum(0).clamp(min=1)).tolist()
+        mean = float(loss_sums.sum() / positions.sum().clamp(min=1))
+        self.totals.positions += int(positions.sum())
         self.totals.steps += len(losses)
         self.totals.compute_s.append(compute_s.T)
         self.totals.last_loss = mean
@@ -198,13 +201,19 @@ class Trainer:
         sums = torch.tensor([exposed / self.world_size, self.totals.samples], dtype=torch.float64)
         dist.all_reduce(sums)
         t = self.totals
-        compute_s = torch.cat(t.compute_s) if t.compute_s else torch.zeros(0, self.world_size)
+        if not t.steps:  # a resumed run that had nothing left to train
+            return {"steps": 0}
+        if not t.positions:
+            raise ValueError(
+                f"{self.settings.data} must have a history of two items or more, one to predict the other from; it has "
+                "none"
+            )
         return {
             "steps": t.steps,
             "loss": t.last_loss,
             "normalized_entropy": normalized_entropy(t.last_loss),
-            "straggler": straggler_share(compute_s),
-            "exposed_ms_per_step": 1000 * float(sums[0]) / max(t.steps, 1),
+            "straggler": straggler_share(torch.cat(t.compute_s)),
+            "exposed_ms_per_step": 1000 * float(sums[0]) / t.steps,
             "samples_per_s": float(sums[1]) / max(t.seconds, 1e-9),
         }
 

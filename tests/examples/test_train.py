@@ -177,6 +177,9 @@ def bad_input(name: str, data: Path, tmp_path: Path) -> tuple[Settings, dict[str
         return settings(data, tmp_path / "out"), {"batch_size": 9}
     if name == "file":
         return settings(tmp_path / "none.parquet", tmp_path / "out"), {}
+    if name == "short":
+        one = pa.array([[1]] * table.num_rows, table["history"].type)
+        pq.write_table(table.set_column(1, "history", one), file, row_group_size=16)
     if name == "column":
         pq.write_table(table.drop_columns(["history"]), file)
     if name == "null":
@@ -192,6 +195,7 @@ def bad_input(name: str, data: Path, tmp_path: Path) -> tuple[Settings, dict[str
         ("file", r"nothing found at .*none\.parquet"),
         ("column", r"must have the columns \['history'\], it has"),
         ("null", r"row group 1, column 'history', row 1: must not be null"),
+        ("short", r"must have a history of two items or more"),
         ("ids", r"from 0 to 50 in table 'item_emb': rank [01] got \d+"),
         ("settings", r"rank 1 was started with --batch-size 9, rank 0 with 4"),
     ],
