@@ -10,44 +10,38 @@ import torch
 import torch.distributed as dist
 
 import fs_comm
+from tests.fs_comm import transport_suite
 from tests.rdma.forks import run, run_outcomes
-from tests.rdma.test_verbs_data import MIB, noise, use_gloo
+from tests.rdma.test_verbs_data import MIB, use_gloo
 
 
-def exchange_as_gloo(rank: int, store: Any, world_size: int) -> str:
+def pass_the_suite(rank: int, store: Any, world_size: int, num_hosts: int) -> tuple[str, int]:
+    """As for the other transports; with two `hosts`, half of the ranks say that they are on the second."""
     use_gloo(rank, store, world_size)
-    group = fs_comm.new_group(transports=("verbs",), timeout_s=100)
-    works: list[Any] = []
-    checks: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for number, size in enumerate((1, 5000, 4 * MIB + 4)):  # with the headers, and by writes
-        own = noise(size, number, rank)
-        gathered = torch.empty(world_size, size, dtype=torch.uint8)
-        works.append(dist.all_gather(list(gathered), own, group=group, async_op=True))
-        expected = torch.empty_like(gathered)
-        dist.all_gather(list(expected), own)
-        checks.append((gathered, expected))
-
-        sends = [(rank * 7 + p * size) % (2 * size) for p in range(world_size)]
-        receives = [(p * 7 + rank * size) % (2 * size) for p in range(world_size)]
-        data = noise(sum(sends), 10 + number, rank)
-        out = torch.empty(sum(receives), dtype=torch.uint8)
-        works.append(dist.all_to_all_single(out, data, receives, sends, group=group, async_op=True))
-        expected = torch.empty_like(out)
-        dist.all_to_all_single(expected, data, receives, sends)
-        checks.append((out, expected))
-    for work in works:
-        work.wait()
-    for found, expected in checks:
-        assert torch.equal(found, expected)
-    transport = group.transport  # pyright: ignore[reportAttributeAccessIssue]
+    if num_hosts == 2:
+        os.environ["FS_COMM_HOST"] = f"host {2 * rank // world_size}"
+    transports = ("verbs",) if num_hosts == 1 else ("shm", "verbs")
+    group = fs_comm.new_group(transports=transports, timeout_s=100)
+    assert isinstance(group, fs_comm.SmFreeGroup)
+    for case in transport_suite.CASES:
+        if case is transport_suite.large_parts:  # software RoCE is slow: all pairs together move this
+            transport_suite.large_parts(group, (64 if world_size == 2 else 4) * MIB)
+        else:
+            case(group)
+    routes = {route.transport for route in group.routes.values()}
     dist.barrier()
     group.shutdown()
-    return transport
+    return group.transport, len(routes)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_a_group_over_verbs_gives_gloos_bits(world_size: int, any_binding: list[str]):
-    assert run(exchange_as_gloo, world_size, world_size) == ["verbs"] * world_size
+    outcomes = run(pass_the_suite, world_size, world_size, 1, timeout_s=400)
+    assert outcomes == [("verbs", 1)] * world_size
+
+
+def test_ranks_of_a_host_meet_in_memory_and_others_by_verbs(any_binding: list[str]):
+    assert run(pass_the_suite, 4, 4, 2, timeout_s=400) == [("shm+verbs", 2)] * 4
 
 
 def lose_a_rank(rank: int, store: Any, world_size: int) -> tuple[str, float]:
