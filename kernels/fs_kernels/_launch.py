@@ -21,7 +21,8 @@ _compiled: dict[tuple[object, ...], Any] = {}
 def jit(function: Callable[..., None]) -> Any:
     """`triton.jit` for a kernel whose code depends on its `tl.constexpr` parameters, the last ones, and types alone."""
     names = [n for n, p in inspect.signature(function).parameters.items() if p.annotation is not tl.constexpr]
-    return triton.jit(function, do_not_specialize=names, do_not_specialize_on_alignment=names)
+    compile_lazily: Any = triton.jit  # its overloads take one kind of iterable or the other, by version
+    return compile_lazily(function, do_not_specialize=names, do_not_specialize_on_alignment=names)
 
 
 def launch(
