@@ -3,6 +3,8 @@
 DuckDB does the grouping, and spills to disk what does not fit in memory.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -37,6 +39,7 @@ def build_histories(
         FileNotFoundError: No log.
         ValueError: A column that is not there or not of integers, an empty log, or an item below 1, which is kept for
             "none".
+        RuntimeError: What DuckDB cannot read or do, in its words.
         ModuleNotFoundError: DuckDB is not installed.
     """
     if split not in get_args(Split):
@@ -47,8 +50,8 @@ def build_histories(
         import duckdb
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError("building histories needs DuckDB: pip install 'freescale[cli]'") from error
-    with duckdb.connect() as db:
-        db.execute(f"SET memory_limit = '{memory_limit}'")
+    with duckdb.connect() as db, _duckdb_errors(duckdb.Error, log):
+        db.execute("SET memory_limit = ?", [memory_limit])
         db.execute("SET temp_directory = ?", [str(Path(out).absolute().parent / ".build-spill")])
         source = _source(db, log, user, item, time)
         counted = db.execute(f"SELECT count(*), min(item) FROM ({source})").fetchone()
@@ -74,6 +77,15 @@ def build_histories(
         number = db.execute(f"SELECT count(*) FROM read_parquet('{_quoted(out)}')").fetchone()
     assert number is not None
     return int(number[0])
+
+
+@contextmanager
+def _duckdb_errors(kind: type[Exception], log: str | Path) -> Iterator[None]:
+    """DuckDB's errors derive from no error of Python's that says anything."""
+    try:
+        yield
+    except kind as error:
+        raise RuntimeError(f"building histories of {log}: {error}") from error
 
 
 def _source(db: "duckdb.DuckDBPyConnection", log: str | Path, user: str, item: str, time: str | None) -> str:

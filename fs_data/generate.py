@@ -81,6 +81,8 @@ def num_items_for(
     Raises:
         ValueError: No number of items from 1 to 2⁴⁰ gives the share; popular items recur whatever their number.
     """
+    if batch_rows < 1:
+        raise ValueError(f"batch_rows must be at least 1, got {batch_rows}")
     lengths = draw_lengths(np.random.default_rng((seed, 1)), batch_rows, max_length=max_length)
 
     def share(power: float) -> float:
@@ -133,6 +135,8 @@ def write_histories(
     for name, value in {"num_users": num_users, "num_items": num_items, "rows_per_group": rows_per_group}.items():
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
+    if not 0 <= exponent <= 10 or not 0 <= follow <= 1:
+        raise ValueError(f"exponent must be from 0 to 10 and follow from 0 to 1, got {exponent} and {follow}")
     if max_length < 3:
         raise ValueError(f"max_length must be at least 3, one item to train on and two held out, got {max_length}")
     walk = ItemWalk(num_items, exponent, follow)

@@ -79,6 +79,7 @@ def sparsities(
     lengths: Ints, *, batch_sizes: Sequence[int] = (32, 128, 512), limits: Sequence[int] = LIMITS
 ) -> list[Sparsity]:
     """Equation 1 over batches of consecutive rows; batch sizes beyond the data are left out."""
+    _check_positive(batch_sizes, "batch sizes")
     found: list[Sparsity] = []
     for size in (b for b in batch_sizes if b <= len(lengths)):
         whole = lengths[: len(lengths) // size * size]
@@ -108,8 +109,10 @@ def collisions(
 
     Raises:
         ParquetError: No such column, or a broken file.
-        ValueError: A column that is not of lists of integers.
+        ValueError: A column that is not of lists of integers, or a number below 1.
     """
+    _check_positive(ranks, "ranks")
+    _check_positive(batch_sizes, "batch sizes")
     settings = sorted({(r, b) for r in ranks for b in batch_sizes}, key=lambda s: s[0] * s[1])
     most_rows = settings[-1][0] * settings[-1][1] * (pairs + 1) if settings else 0
     values, offsets = _first_ids(source, column, most_rows, most_ids, seen)
@@ -132,6 +135,11 @@ def collisions(
             )
         )
     return found
+
+
+def _check_positive(numbers: Sequence[int], what: str) -> None:
+    if min(numbers, default=1) < 1:
+        raise ValueError(f"{what} must be at least 1, got {list(numbers)}")
 
 
 def _first_ids(

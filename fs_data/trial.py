@@ -127,10 +127,12 @@ def measured_cost(path: Path) -> Quadratic:
             raise ValueError(f"{path} must have the columns length and ms, it lacks {sorted(missing)}")
         for number, line in enumerate(reader, 2):
             try:
-                length, samples = float(line["length"]), float(line.get("samples") or 1)
-                moments.add(np.array([[1, samples * length, samples * length**2]]), np.array([1e6 * float(line["ms"])]))
+                length, samples, ms = float(line["length"]), float(line.get("samples") or 1), float(line["ms"])
             except (TypeError, ValueError) as error:
                 raise ValueError(f"{path}, line {number}: length, ms and samples must be numbers: {error}") from error
+            if not (0 <= length < np.inf and 0 < samples < np.inf and 0 <= ms < np.inf):
+                raise ValueError(f"{path}, line {number}: length, ms and samples must be finite and not negative")
+            moments.add(np.array([[1, samples * length, samples * length**2]]), np.array([1e6 * ms]))
     _, per_item, per_item_squared = quantise(moments.fit())
     if not per_item and not per_item_squared:
         raise ValueError(f"{path}: times must grow with length for balancing by length to help; these do not")
@@ -161,6 +163,8 @@ def try_partitioners(
     Raises:
         ValueError: Fewer rows than one global batch, or an unknown partitioner.
     """
+    if bytes_per_item < 0:
+        raise ValueError(f"bytes_per_item must be at least 0, got {bytes_per_item}")
     worlds = list(_worlds(_dealt(lengths, ranks, batch_size, most_steps, seed), ranks, cost, bytes_per_item))
     as_dealt = sum(_slowest(world, world.rank) for world in worlds)
     trials: list[Trial] = []

@@ -89,6 +89,9 @@ def test_times_that_say_nothing_are_refused_with_their_line(tmp_path: Path) -> N
     times.write_text("length,ms\n10,1\nten,2\n")
     with pytest.raises(ValueError, match="line 3: length, ms and samples must be numbers"):
         measured_cost(times)
+    times.write_text("length,ms\n10,1\n20,nan\n")
+    with pytest.raises(ValueError, match="line 3: length, ms and samples must be finite"):
+        measured_cost(times)
     times.write_text("length,ms\n10,5\n1000,5\n")
     with pytest.raises(ValueError, match="times must grow with length"):
         measured_cost(times)
