@@ -13,7 +13,8 @@ torch.set_num_threads(1)
 if not torch.cuda.is_available():  # Triton reads it once, when it is first imported, by whichever test that is
     os.environ.setdefault("TRITON_INTERPRET", "1")
 # No deadline: how long one example takes says more about the machine than about the code.
-settings.register_profile("freescale", deadline=None)
+# In CI the same examples each time: a change is judged by what it changes.
+settings.register_profile("freescale", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("freescale")
 
 
