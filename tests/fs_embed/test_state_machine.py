@@ -19,7 +19,7 @@ import fs_embed
 from tests.ranks import RankPool
 
 ROWS, DIM = 9, 3
-# With the usual eps Adam divides gradients that all but cancel by themselves: another order of sums would be another step.
+# With the usual eps, where gradients all but cancel, Adam's step would depend on the order of sums.
 OPTIMIZERS: dict[str, Any] = {"sgd": fs_embed.SGD(lr=0.05), "adam": fs_embed.Adam(lr=0.05, eps=1e-3)}
 BACKWARDS = ["backward", "backward", "backward", "not finite on one rank", "no backward"]
 
