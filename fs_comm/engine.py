@@ -110,7 +110,8 @@ class Engine:
         """Tells the peers, before anything that they may still be reading can change."""
         if self._failed is None:
             self._failed = error
-            text = f"{type(error).__name__}\n{error}".encode()[:4096]
+            lost = " ".join(map(str, self.mesh.lost()))
+            text = f"{type(error).__name__} {lost}\n{error}".encode()[:4096]
             self.mesh.close(Header(Kind.FAILED, self._sequence, payload=len(text)), text)
             for road in self._roads:
                 road.break_off()

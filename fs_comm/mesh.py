@@ -29,6 +29,7 @@ _libc.send.restype = _libc.recv.restype = ctypes.c_ssize_t
 _libc.send.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_int)
 _libc.recv.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
+_ENDED = "its process has ended"
 _RELAYED = {kind.__name__: kind for kind in (PeerLost, CommTimeout, Mismatch)}
 """What a peer failed with is what those that hear of it fail with."""
 
@@ -191,7 +192,11 @@ class Mesh:
             payload = bytes(unread[start + HEADER_BYTES : stop])
             start = stop
             if header.kind == Kind.FAILED:
-                kind, _, why = payload.decode(errors="replace").partition("\n")
+                self.departed.add(peer)  # it closes its connections, and lives
+                head, _, why = payload.decode(errors="replace").partition("\n")
+                kind, *lost = head.split()
+                for other in set(map(int, lost)) - {self.rank}:  # this rank's own connection may not have ended yet
+                    self._gone.setdefault(other, _ENDED)
                 raise _RELAYED.get(kind, CommError)(f"{self.name_of(peer)} gave the group up: {why}")
             if header.kind == Kind.BYE:
                 self.departed.add(peer)
@@ -216,7 +221,9 @@ class Mesh:
                     self._gone[peer] = _why_gone(error.errno or 0)
                 continue
             if peek == b"":
-                self._gone[peer] = "its process has ended"
+                self._gone[peer] = _ENDED
+            elif peek is not None and len(peek) == HEADER_BYTES and Header.unpack(peek).kind == Kind.FAILED:
+                self.departed.add(peer)
         stopped = {p for p in self.sockets if self.hosts[p] == self.host and _is_stopped(self.pids[p])}
         return {p: "its process is stopped, by a signal or a debugger" for p in stopped} | self._gone
 
@@ -236,14 +243,14 @@ class Mesh:
             s.close()
 
     def _lost(self, peer: int) -> PeerLost:
-        self._gone.setdefault(peer, "its process has ended")
+        self._gone.setdefault(peer, _ENDED)
         return PeerLost(f"{self.name_of(peer)} is lost: {self._gone[peer]}")
 
 
 def _why_gone(code: int) -> str:
     """From a stream's end (0) or error; a process that ends without reading all resets its connections."""
     if code in (0, errno.ECONNRESET, errno.EPIPE):
-        return "its process has ended"
+        return _ENDED
     return f"its connection broke: {os.strerror(code)}"
 
 
