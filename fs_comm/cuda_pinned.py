@@ -182,7 +182,8 @@ class PinnedEngine:
     def _run(self, job: Job, sends: Sequence[Tensor], receives: Sequence[Tensor]) -> None:
         exchange = Exchange(Op(job.views[0].op), job.views[0].dtype, sends, receives)
         self._host.run(exchange)
-        exchange.done.wait()
+        if not exchange.done.wait(2 * self.timeout_s):  # the host's own limit comes first, and names the peer
+            raise CommTimeout(f"{job}: waited {2 * self.timeout_s:.0f} s for the exchange of host memory")
         if exchange.error is not None:
             raise exchange.error
 

@@ -6,11 +6,11 @@ Registered with torch.distributed as backend `"smfree"`. Methods have the names 
 # One method serves several of torch's spellings, whose parameters have other names in each version.
 # pyright: reportAssignmentType=false, reportIncompatibleMethodOverride=false
 
-import json
 import os
 import time
 import weakref
 from collections.abc import Sequence
+from contextvars import ContextVar
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -22,20 +22,15 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from fs_comm.cuda_road import CudaRoad
 from fs_comm.engine import Engine
-from fs_comm.errors import CommError, CommTimeout, Mismatch
-from fs_comm.exchange import Exchange, Road
+from fs_comm.exchange import Exchange
+from fs_comm.inner_group import WithInnerGroup
 from fs_comm.mesh import Mesh
-from fs_comm.topology import TRANSPORTS, Route, Site, needs_verbs, plan_route, summary
-from fs_comm.transports.gloo import GlooRoad
-from fs_comm.transports.memory import Staging, allow_attach, read_from
-from fs_comm.transports.shm_road import AttachRoad, StagedRoad
-from fs_comm.transports.verbs import probe_verbs
-from fs_comm.transports.verbs_road import VerbsRoad
+from fs_comm.roads import ROADS, open_roads, plan_routes, tell_all
+from fs_comm.topology import TRANSPORTS, summary
 from fs_comm.wire import DTYPE_NUMBER, Op
 from fs_comm.work import ExchangeWork
 
 BACKEND = "smfree"
-_ROADS = ("attach", "staged", "verbs", "gloo")  # in which they complete, on all ranks
 
 _live: "weakref.WeakSet[SmFreeGroup]" = weakref.WeakSet()
 _DEFAULT_TIMEOUT_S = 300.0
@@ -57,6 +52,9 @@ def new_group(
             that share a host, `"verbs"` those that both have an RDMA port, `"gloo"` any.
         timeout_s: Longest that a rank waits for another in one operation.
 
+    Returns:
+        The group; on a rank that is not of it, `dist.GroupMember.NON_GROUP_MEMBER`, as torch's `new_group`.
+
     Raises:
         ValueError: An unknown transport, or a number of seconds that is not positive.
         CommError: The ranks cannot reach each other.
@@ -66,13 +64,16 @@ def new_group(
     if timeout_s <= 0:
         raise ValueError(f"timeout_s must be more than 0, got {timeout_s}")
     register()
-    _chosen["transports"] = tuple(transports)
-    group = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s), backend=BACKEND)
-    assert not isinstance(group, int | None)
-    return group
+    token = _transports.set(tuple(transports))
+    try:
+        made: Any = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s), backend=BACKEND)
+    finally:
+        _transports.reset(token)
+    return made
 
 
-_chosen: dict[str, tuple[str, ...]] = {"transports": TRANSPORTS}
+_transports: ContextVar[tuple[str, ...]] = ContextVar("transports", default=TRANSPORTS)
+"""Of the group that `new_group` is making: torch.distributed has no way to hand them through."""
 
 
 def register() -> None:
@@ -94,7 +95,7 @@ def lost_ranks(timeout_s: float = 0.0) -> dict[int, str]:
         time.sleep(0.05)
 
 
-class SmFreeGroup(dist.ProcessGroup):
+class SmFreeGroup(WithInnerGroup):
     """See `new_group`."""
 
     def __init__(
@@ -107,15 +108,10 @@ class SmFreeGroup(dist.ProcessGroup):
         transports: Sequence[str],
         timeout_s: float,
     ) -> None:
-        super().__init__(rank, size)  # pyright: ignore[reportCallIssue]  the form for subclasses, which stubs leave out
+        setup_s = max(timeout_s, _SETUP_S)
+        super().__init__(PrefixStore("inner", store), rank, size, timeout_s=timeout_s, setup_s=setup_s)
         self._rank, self._size, self._name = rank, size, ""
         self._global_ranks, self._timeout_s = tuple(global_ranks), timeout_s
-        setup_s = max(timeout_s, _SETUP_S)
-        self._inner: Any = dist.ProcessGroupGloo(PrefixStore("inner", store), rank, size, timedelta(seconds=setup_s))
-        self._inner._set_default_timeout(timedelta(seconds=timeout_s))
-        for device in ("cpu", "cuda"):  # for what torch asks of a group's backend in C++, past this class
-            kind = dist.ProcessGroup.BackendType.GLOO
-            self._register_backend(torch.device(device), kind, self._inner)
         self._mesh = Mesh(
             PrefixStore("mesh", store),
             rank,
@@ -124,11 +120,11 @@ class SmFreeGroup(dist.ProcessGroup):
             name_of=lambda r: f"rank {global_ranks[r]}",
         )
         try:
-            self.routes = self._plan(PrefixStore("sites", store), transports, setup_s)
+            self.routes, wanted = plan_routes(PrefixStore("sites", store), self._mesh, transports, setup_s)
             """Group rank of each peer → the `Route` to it."""
-            roads = self._open_roads(store, setup_s)
+            roads = open_roads(store, self._mesh, self.routes, wanted, setup_s)
             # Nobody goes on, and perhaps fails or leaves at once, while others are still connecting to it.
-            _tell_all(store, "open", self._rank, self._size, None, setup_s)
+            tell_all(store, "open", self._mesh, None, setup_s)
         except BaseException:
             self._mesh.close(None)
             raise
@@ -181,79 +177,12 @@ class SmFreeGroup(dist.ProcessGroup):
     @property
     def road(self) -> str:
         """As `transport`, with shm's `attach` and `staged` told apart."""
-        return summary({r.road for r in self.routes.values()}, _ROADS)
+        return summary({r.road for r in self.routes.values()}, ROADS)
 
     @property
     def transport_reason(self) -> str:
         """For each peer, why its route was taken, and none that was preferred to it."""
         return "\n".join(f"{self._mesh.name_of(p)}: {r.road}: {r.reason}" for p, r in self.routes.items())
-
-    def _plan(self, store: Store, transports: Sequence[str], setup_s: float) -> dict[int, Route]:
-        """Tells all ranks what this one can do, and hears the same of them."""
-        probe = torch.full((8,), self._rank, dtype=torch.uint8)
-        allows = os.environ.get("FS_COMM_ATTACH") != "0"
-        if allows:
-            allow_attach()
-        terms = list(transports)
-        told = _tell_all(store, "terms", self._rank, self._size, [terms, probe.data_ptr() if allows else 0], setup_s)
-        for peer, (theirs, _) in enumerate(told):
-            if theirs != terms:
-                raise Mismatch(
-                    f"all ranks must allow the same transports: this rank {terms}, {self._mesh.name_of(peer)} {theirs}"
-                )
-        reads = [p for p, (_, address) in enumerate(told) if allows and address and self._can_read(p, address)]
-        availability = None
-        if needs_verbs(self._mesh.hosts, transports):
-            availability = probe_verbs(local_rank=self._local_rank())
-        mine = [reads, availability.reason if availability else "", availability.ok if availability else True]
-        sites = [
-            Site(host, reads, reason if ok else "", None if ok else reason)
-            for host, (reads, reason, ok) in zip(
-                self._mesh.hosts, _tell_all(store, "can", self._rank, self._size, mine, setup_s), strict=True
-            )
-        ]
-        del probe  # until here the peers were reading it
-        pairs = [(a, b) for a in range(self._size) for b in range(a)]
-        plan = {pair: plan_route(sites, *pair, transports) for pair in pairs}  # all of them: all ranks raise, or none
-        self._roads = [road for road in _ROADS if any(route.road == road for route in plan.values())]
-        return {p: plan[max(p, self._rank), min(p, self._rank)] for p in range(self._size) if p != self._rank}
-
-    def _can_read(self, peer: int, address: int) -> bool:
-        if peer == self._rank or self._mesh.hosts[peer] != self._mesh.host:
-            return False
-        found = torch.empty(8, dtype=torch.uint8)
-        try:
-            read_from(self._mesh.pids[peer], address, found)
-        except (OSError, CommError):
-            return False
-        return bool((found == peer).all())
-
-    def _open_roads(self, store: Store, setup_s: float) -> dict[str, Road]:
-        """Those that join any two ranks, since some are opened by all together; in the order of `_ROADS`."""
-        opened: dict[str, Road] = {}
-        for road in self._roads:
-            peers = [p for p, route in self.routes.items() if route.road == road]
-            if road == "attach":
-                opened[road] = AttachRoad()
-            elif road == "staged":
-                sockets = {p: self._mesh.sockets[p] for p in peers}
-                opened[road] = StagedRoad(Staging(self._rank, self._size, sockets, setup_s))
-            elif road == "verbs" and peers:
-                opened[road] = VerbsRoad(
-                    PrefixStore("verbs", store),
-                    self._rank,
-                    self._size,
-                    peers,
-                    local_rank=self._local_rank(),
-                    timeout_s=setup_s,
-                    name_of=self._mesh.name_of,
-                )
-            elif road == "gloo":
-                opened[road] = GlooRoad(PrefixStore("gloo", store), self._rank, self._size, timeout_s=setup_s)
-        return opened
-
-    def _local_rank(self) -> int:
-        return self._mesh.hosts[: self._rank].count(self._mesh.host)
 
     def lost_ranks(self) -> dict[int, str]:
         """Global ranks of this group whose processes have ended."""
@@ -322,12 +251,7 @@ class SmFreeGroup(dist.ProcessGroup):
             )
         flat = [_room(t) for t in output_tensors]
 
-        def finish() -> None:
-            for out, copy in zip(output_tensors, flat, strict=True):
-                if out is not copy:
-                    out.copy_(copy)
-
-        sends = [_plain(t) for t in input_tensors]
+        sends, finish = [_plain(t) for t in input_tensors], partial(_copy_back, output_tensors, flat)
         return self._exchange(Op.ALL_TO_ALL, sends, flat, list(output_tensors), finish, waits=_waits(args))
 
     def _gather(
@@ -342,9 +266,7 @@ class SmFreeGroup(dist.ProcessGroup):
         flat = [_room(o) for o in outputs]
 
         def copy_back() -> None:
-            for out, copy in zip(outputs, flat, strict=True):
-                if out is not copy:
-                    out.copy_(copy)
+            _copy_back(outputs, flat)
             if finish is not None:
                 finish()
 
@@ -391,46 +313,6 @@ class SmFreeGroup(dist.ProcessGroup):
             self._engine.submit(exchange)
         return work
 
-    # What the inner group does.
-
-    def allreduce(self, *args: Any, **kwargs: Any) -> dist.Work:
-        return self._inner.allreduce(*args, **kwargs)
-
-    def allreduce_coalesced(self, *args: Any, **kwargs: Any) -> dist.Work:
-        return self._inner.allreduce_coalesced(*args, **kwargs)
-
-    def barrier(self, *args: Any, **kwargs: Any) -> dist.Work:
-        return self._inner.barrier()
-
-    def broadcast(self, *args: Any, **kwargs: Any) -> dist.Work:
-        return self._inner.broadcast(*args, **kwargs)
-
-    def gather(self, *args: Any, **kwargs: Any) -> dist.Work:
-        return self._inner.gather(*args, **kwargs)
-
-    def scatter(self, *args: Any, **kwargs: Any) -> dist.Work:
-        return self._inner.scatter(*args, **kwargs)
-
-    def reduce(self, *args: Any, **kwargs: Any) -> dist.Work:
-        return self._inner.reduce(*args, **kwargs)
-
-    def reduce_scatter(self, *args: Any, **kwargs: Any) -> dist.Work:
-        return self._inner.reduce_scatter(*args, **kwargs)
-
-    def reduce_scatter_single(self, *args: Any, **kwargs: Any) -> dist.Work:
-        return self._inner._reduce_scatter_base(*args, **kwargs)  # pyright: ignore[reportPrivateUsage]
-
-    _reduce_scatter_base = reduce_scatter_single
-
-    def send(self, *args: Any, **kwargs: Any) -> dist.Work:
-        return self._inner.send(*args, **kwargs)
-
-    def recv(self, *args: Any, **kwargs: Any) -> dist.Work:
-        return self._inner.recv(*args, **kwargs)
-
-    def recv_anysource(self, *args: Any, **kwargs: Any) -> dist.Work:
-        return self._inner.recv_anysource(*args, **kwargs)
-
     # What torch.distributed asks of a group.
 
     def rank(self) -> int:
@@ -469,7 +351,7 @@ def _create(options: Any, backend_options: Any) -> SmFreeGroup:
         options.group_rank,
         options.group_size,
         global_ranks=ranks,
-        transports=_chosen["transports"],
+        transports=_transports.get(),
         timeout_s=seconds if seconds > 0 else _DEFAULT_TIMEOUT_S,
     )
 
@@ -477,19 +359,6 @@ def _create(options: Any, backend_options: Any) -> SmFreeGroup:
 def _waits(args: tuple[Any, ...]) -> bool:
     """Whether the caller will do nothing but wait: `async_op=False`, as the options of an operation say it."""
     return bool(args) and not getattr(args[0], "asyncOp", True)
-
-
-def _tell_all(store: Store, key: str, rank: int, size: int, mine: Any, timeout_s: float) -> list[Any]:
-    """What each rank tells, by rank; plain values."""
-    store.set(f"{key}{rank}", json.dumps(mine))
-    try:
-        store.wait([f"{key}{r}" for r in range(size)], timedelta(seconds=timeout_s))
-    except RuntimeError as error:
-        missing = [r for r in range(size) if not store.check([f"{key}{r}"])]
-        raise CommTimeout(
-            f"waited {timeout_s:.0f} s for ranks {missing} of the new group, which got stuck, or ended, making it"
-        ) from error
-    return [json.loads(store.get(f"{key}{r}")) for r in range(size)]
 
 
 def _plain(t: Tensor) -> Tensor:
@@ -502,6 +371,13 @@ def _room(t: Tensor) -> Tensor:
     if t.is_contiguous() and not t.is_conj() and not t.is_neg():
         return t
     return torch.empty(t.shape, dtype=t.dtype, device=t.device)
+
+
+def _copy_back(outputs: Sequence[Tensor], flat: Sequence[Tensor]) -> None:
+    """From `_room`, where that is not the output's own."""
+    for out, room in zip(outputs, flat, strict=True):
+        if out is not room:
+            out.copy_(room)
 
 
 def _bytes_of(t: Tensor) -> Tensor:

@@ -77,10 +77,6 @@ class Local:
     """Whether these are exactly the samples of the batch that the loader gave, in order."""
     error: BaseException | None = None
 
-    @property
-    def device(self) -> torch.device:
-        return self.columns[0].values.device if self.columns else torch.device("cpu")
-
     def keep(self, index: Ints) -> "Held | None":
         """The samples `index` `(n,)`, copied, to come before the next batch."""
         if not len(index) or self.columns is None:

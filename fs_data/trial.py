@@ -209,7 +209,9 @@ def sparsity(lengths: Ints, rank: Ints, ranks: int) -> NDArray[np.float64]:
     longest = np.zeros(ranks, np.int64)
     np.maximum.at(longest, rank, lengths)
     padded = longest * np.bincount(rank, minlength=ranks)
-    return 1 - sum_by_rank(rank, lengths, ranks) / np.maximum(padded, 1) * (padded > 0) - (padded == 0)
+    share = np.ones(ranks)
+    np.divide(sum_by_rank(rank, lengths, ranks), padded, out=share, where=padded > 0)
+    return 1 - share
 
 
 def _dealt(lengths: Ints, ranks: int, batch_size: int, most_steps: int, seed: int | None) -> Ints:

@@ -443,7 +443,7 @@ def _greet(transport: VerbsTransport, me: str, deadline: float, timeout_s: float
     """Prove each link in both directions before it carries anything."""
     for link in transport.links.values():
         link.greet()
-    while silent := [link for link in transport.links.values() if not (link.greeted and link.idle)]:
+    while silent := [link for link in transport.links.values() if not link.acquainted]:
         left_s = deadline - time.monotonic()
         if left_s <= 0:
             who = "; ".join(f"{link.name} at {link.peers} from {link.mine}" for link in silent)

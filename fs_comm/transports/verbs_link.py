@@ -132,6 +132,11 @@ class VerbsLink:
         """All that was sent is acknowledged by the peer's adapter."""
         return self._queue.idle
 
+    @property
+    def acquainted(self) -> bool:
+        """Both greetings have come. A peer that has parted had ours: it may have gone before it could say so."""
+        return self.greeted and (self.idle or self.departed)
+
     def prepare(self) -> None:
         """Post the receives; before the peer may send."""
         self._pair.post_receives(queue_depths(self._slots.slots)[1])

@@ -172,3 +172,15 @@ def test_a_job_can_begin_by_the_backends_name() -> None:
     assert done.returncode == 0, done.stderr
     assert "rank 0 is done" in done.stdout
     assert "rank 1 is done" in done.stdout
+
+
+def _subgroup() -> list[str]:
+    alone = fs_comm.new_group([0], transports=("gloo",), timeout_s=20.0)
+    later = dist.new_group(backend="smfree")
+    assert isinstance(later, fs_comm.SmFreeGroup)
+    member = isinstance(alone, fs_comm.SmFreeGroup)
+    return ["member" if member else str(alone == dist.GroupMember.NON_GROUP_MEMBER), later.transport]
+
+
+def test_a_rank_outside_is_told_so_and_a_groups_transports_are_its_own(ranks: Ranks) -> None:
+    assert ranks(2).run(_subgroup) == [["member", "shm"], ["True", "shm"]]

@@ -11,11 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fs_comm.transports import verbs_binding
 from fs_comm.transports.verbs import VerbsConfig, probe_verbs
-from fs_comm.transports.verbs_binding import NoBinding, load_binding
+from fs_comm.transports.verbs_binding import NoBinding, Region, load_binding
 from fs_comm.transports.verbs_credit import (
+    BYE,
     CREDIT,
     DATA,
+    HELLO,
     NUMBER_MASK,
     ReceiveSlots,
     SendCredits,
@@ -25,6 +28,7 @@ from fs_comm.transports.verbs_credit import (
 )
 from fs_comm.transports.verbs_endpoint import Endpoint, path_between, slot_plan
 from fs_comm.transports.verbs_gid import GidEntry, choose_gid, read_gid_table, wanted_gid_index
+from fs_comm.transports.verbs_link import VerbsLink
 from fs_comm.transports.verbs_ports import choose_port, list_ports
 from fs_comm.transports.verbs_schedule import pairwise_all_to_all, ring_all_gather
 
@@ -426,3 +430,40 @@ def test_the_environment_names_port_and_gid():
     config = VerbsConfig.from_environ({"FS_COMM_VERBS_DEVICE": "mlx5_2:1", "FS_COMM_VERBS_GID_INDEX": "3"})
     assert (config.device, config.gid_index) == ("mlx5_2:1", 3)
     assert VerbsConfig.from_environ({}) == VerbsConfig()
+
+
+class SilentPair:
+    """A queue pair whose peer never acknowledges."""
+
+    number = 1
+
+    def connect(self, path: verbs_binding.Path) -> None: ...
+    def post_receives(self, count: int) -> None: ...
+    def close(self) -> None: ...
+
+    def write(self, address: int, local_key: int, peer_address: int, peer_key: int) -> "SilentPair":
+        return self
+
+    def post(self, num_bytes: int, immediate: int | None, request: int, signalled: bool) -> None: ...
+
+
+def test_a_greeting_is_over_once_the_peer_has_greeted_and_parted():
+    """Its last acknowledgement may be lost with it: the group's opening waited for that one until its time was up."""
+    memory = memoryview(bytearray(ENDPOINT.slots * ENDPOINT.slot_bytes))
+    link = VerbsLink(
+        1,
+        SilentPair(),
+        ENDPOINT,
+        ENDPOINT,
+        region=Region(0, 0),
+        outgoing=memory,
+        outgoing_address=0,
+        incoming=memory,
+        name="rank 1",
+    )
+    link.greet()
+    assert not link.acquainted
+    link.on_message(pack_immediate(HELLO, 0), 0)
+    assert not link.acquainted  # ours may not have come
+    link.on_message(pack_immediate(BYE, 0), 0)
+    assert link.acquainted
