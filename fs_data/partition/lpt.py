@@ -1,7 +1,9 @@
 """Longest processing time first (Graham 1969), with equal counts."""
 
+import numpy as np
+
 from fs_data.partition.compiled import quickest
-from fs_data.partition.longest_first import longest_first
+from fs_data.partition.longest_first import by_heap, by_rounds
 from fs_data.partition.order import most_expensive_first
 from fs_data.plan import Assignment, RuntimeInfo, WorldBatch
 
@@ -11,5 +13,10 @@ def lpt(world: WorldBatch, runtime: RuntimeInfo) -> Assignment:
 
     Counts differ by at most one. The most even of the plans, and it moves nearly every sample.
     """
-    place = quickest(longest_first, num_samples=len(world.cost))
-    return place(world.cost, most_expensive_first(world.cost), world.world_size)
+    order = most_expensive_first(world.cost)
+    destination = np.empty(len(order), np.int64)
+    rest = by_rounds(world.cost, order, destination, world.world_size)
+    if rest.start < len(order):
+        finish = quickest(by_heap, num_samples=len(order) - rest.start)
+        finish(world.cost, order, destination, *rest)
+    return destination

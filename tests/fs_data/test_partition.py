@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from fs_data import LoaderError, RuntimeInfo, WorldBatch
 from fs_data.partition import NAMES, FewMoves, Partitioner, fbs, identity, lpt, make, report
+from fs_data.partition.longest_first import by_heap, by_rounds
 from fs_data.partition.order import most_expensive_first
 from tests.fs_data.worlds import counts, even, heavy_tailed, loads, ragged, world
 
@@ -102,6 +103,38 @@ def test_zig_zag_deals_positions_to_and_fro() -> None:
 def test_longest_first_gives_each_sample_to_the_least_loaded_rank_with_room() -> None:
     w = world([[9, 5, 4], [3, 2, 1]])
     assert lpt(w, NOW).tolist() == [0, 1, 1, 0, 1, 0]  # 9 | 5, 4 | a tie: 3 to rank 0 | 2 fills rank 1 | 1
+
+
+@given(st.lists(st.integers(0, 40) | st.integers(0, 2**53), max_size=60), st.integers(1, 5), st.integers(0, 9))
+def test_longest_first_is_the_same_by_rounds_and_one_by_one(costs: list[int], ranks: int, repeats: int) -> None:
+    cost = np.array(costs * (repeats + 1), np.int64)
+    order = most_expensive_first(cost)
+    by_both, by_one = np.full_like(cost, -1), np.full_like(cost, -1)
+    rest = by_rounds(cost, order, by_both, ranks)
+    by_heap(cost, order, by_both, *rest)
+    zeros = np.zeros(ranks, np.int64)
+    by_heap(cost, order, by_one, 0, zeros, zeros.copy(), len(cost) % ranks)
+    assert by_both.tolist() == by_one.tolist()
+
+
+@pytest.mark.parametrize(
+    ("cost", "by_rounds_alone"),
+    [
+        (np.full(64 * 50 + 7, 3), True),
+        (np.concatenate([np.arange(64) * 10**6, np.full(64 * 50, 1)]), False),  # one rank takes many before the next
+        (np.full(64 * 50, 2**53), False),  # loads too large to be sorted together with their ranks
+    ],
+)
+def test_longest_first_goes_one_by_one_only_where_rounds_are_short(
+    cost: NDArray[np.int64], by_rounds_alone: bool
+) -> None:
+    order = most_expensive_first(cost)
+    destination = np.full_like(cost, -1)
+    rest = by_rounds(cost, order, destination, 64)
+    assert (rest.start == len(cost)) == by_rounds_alone
+    by_heap(cost, order, destination, *rest)
+    count = np.bincount(destination, minlength=64)
+    assert count.max() - count.min() <= 1
 
 
 def test_few_moves_swaps_the_dearest_sample_against_the_cheapest_that_fits() -> None:
