@@ -281,7 +281,7 @@ class Exchange:
         self, local: Local, heads: Ints, rows: list[Ints], content: Ints
     ) -> tuple[Plan | None, Tensor | None, BaseException | None]:
         try:
-            features = features_of(rows, content, has_groups=self.bound_schema.group is not None)
+            features = features_of(rows, content, has_groups=self.config.schema.group is not None)
             plan = self.planner.plan(
                 self.num_steps,
                 features,

@@ -9,6 +9,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, ClassVar, cast
 
 import numpy as np
@@ -52,12 +53,12 @@ class Dense(Kind):
     """A tensor or array whose dimension 0 is the sample."""
 
     def form(self, values: Sequence[Any]) -> Form:
-        return _TensorForm(is_array=isinstance(values[0], np.ndarray))
+        return _TensorForm(_Like.of(values[0]))
 
 
 @dataclass(frozen=True)
 class _TensorForm(Form):
-    is_array: bool
+    like: "_Like"
 
     def split(self, values: Sequence[Any]) -> list[Column]:
         value = _tensor(values[0])
@@ -68,7 +69,7 @@ class _TensorForm(Form):
         return [Column(value)]
 
     def join(self, columns: Sequence[Column]) -> list[Any]:
-        return [columns[0].values.numpy() if self.is_array else columns[0].values]
+        return [self.like.restore(columns[0].values)]
 
 
 # ---- Jagged ---------------------------------------------------------------------------------------------------------
@@ -91,7 +92,7 @@ class Jagged(Kind):
         if self.lengths or self.offsets:
             if self.lengths and self.offsets:
                 raise SchemaError("is declared with both lengths and offsets; name one of them")
-            return _PairForm(self.offsets is not None, values[1].dtype)
+            return _PairForm(self.offsets is not None, *_Like.of_all(values))
         if type_name(value) == "JaggedColumn":
             return _JaggedColumnForm()
         if type_name(value) == "JaggedTensor":
@@ -99,8 +100,8 @@ class Jagged(Kind):
         if isinstance(value, Tensor) and value.is_nested:
             return _NestedTensorForm()
         if isinstance(value, list):
-            row = _tensor(value[0]) if value else torch.empty(0)
-            return _TensorListForm(row.dtype, tuple(row.shape[1:]))
+            row = value[0] if value else torch.empty(0)
+            return _TensorListForm(_Like.of(row), tuple(row.shape[1:]))
         raise SchemaError(
             f"is declared Jagged, but a {type(value).__name__} does not say where its rows end; name the leaf that "
             "does, as in Jagged(lengths='...')"
@@ -121,15 +122,17 @@ class _PairForm(Form):
     """Values at one path, their lengths or offsets at another."""
 
     has_offsets: bool
-    dtype: torch.dtype
+    values: "_Like"
+    ends: "_Like"
 
     def split(self, values: Sequence[Any]) -> list[Column]:
-        other = _tensor(values[1])
+        other = _counts(values[1])
         return [_jagged(_tensor(values[0]), other if self.has_offsets else _cumulate(other))]
 
     def join(self, columns: Sequence[Column]) -> list[Any]:
         offsets = _offsets(columns[0])
-        return [columns[0].values, (offsets if self.has_offsets else offsets.diff()).to(self.dtype)]
+        ends = offsets if self.has_offsets else offsets.diff()
+        return [self.values.restore(columns[0].values), self.ends.restore(ends)]
 
 
 @dataclass(frozen=True)
@@ -165,17 +168,17 @@ class _NestedTensorForm(Form):
 
 @dataclass(frozen=True)
 class _TensorListForm(Form):
-    dtype: torch.dtype
+    like: "_Like"
     shape: tuple[int, ...]
     """Of one value."""
 
     def split(self, values: Sequence[Any]) -> list[Column]:
         rows = [_tensor(row) for row in values[0]]
-        joined = torch.cat(rows) if rows else torch.empty(0, *self.shape, dtype=self.dtype)
+        joined = torch.cat(rows) if rows else torch.empty(0, *self.shape, dtype=self.like.dtype)
         return [Column(joined, to_offsets(np.asarray([len(row) for row in rows], np.int64)))]
 
     def join(self, columns: Sequence[Column]) -> list[Any]:
-        return [list(columns[0].values.split(columns[0].lengths[0].tolist()))]
+        return [[self.like.restore(row) for row in columns[0].values.split(columns[0].lengths[0].tolist())]]
 
 
 # ---- Nested ---------------------------------------------------------------------------------------------------------
@@ -195,7 +198,7 @@ class Nested(Kind):
 
     def form(self, values: Sequence[Any]) -> Form:
         if self.candidates and self.lengths:
-            return _NestedTripleForm(values[1].dtype, values[2].dtype)
+            return _NestedTripleForm(*_Like.of_all(values))
         if type_name(values[0]) == "NestedColumn":
             return _NestedColumnForm()
         raise SchemaError(
@@ -223,17 +226,18 @@ class _NestedColumnForm(Form):
 
 @dataclass(frozen=True)
 class _NestedTripleForm(Form):
-    candidates_dtype: torch.dtype
-    lengths_dtype: torch.dtype
+    content: "_Like"
+    candidates: "_Like"
+    lengths: "_Like"
 
     def split(self, values: Sequence[Any]) -> list[Column]:
-        content, candidates, lengths = (_tensor(v) for v in values)
+        content, candidates, lengths = _tensor(values[0]), _counts(values[1]), _counts(values[2])
         return _NestedColumnForm().split([NestedColumn(content, _cumulate(lengths), _cumulate(candidates))])
 
     def join(self, columns: Sequence[Column]) -> list[Any]:
         (nested,) = _NestedColumnForm().join(columns)
         candidates, lengths = nested.outer_offsets.diff(), nested.inner_offsets.diff()
-        return [nested.values, candidates.to(self.candidates_dtype), lengths.to(self.lengths_dtype)]
+        return [self.content.restore(nested.values), self.candidates.restore(candidates), self.lengths.restore(lengths)]
 
 
 # ---- Keyed ----------------------------------------------------------------------------------------------------------
@@ -247,6 +251,8 @@ class Keyed(Kind):
         kjt = values[0]
         if type_name(kjt) != "KeyedJaggedTensor":
             raise SchemaError(f"is declared Keyed, which means a KeyedJaggedTensor; got a {type(kjt).__name__}")
+        if not kjt.keys():
+            raise SchemaError("has no keys, so nothing to split into samples; declare it PerBatch()")
         has_shared_rows = bool(kjt.variable_stride_per_key())
         if has_shared_rows and kjt.inverse_indices_or_none() is None:
             raise SchemaError(
@@ -366,11 +372,11 @@ _TUPLE = "\0tuple"
 
 
 def _to_json(value: Any) -> Any:
-    if value is None or isinstance(value, bool | int | float | str):
+    if value is None or (isinstance(value, bool | int | float | str) and not isinstance(value, Enum)):
         return value
     if isinstance(value, list):
         return [_to_json(v) for v in cast("list[Any]", value)]
-    if isinstance(value, tuple):
+    if isinstance(value, tuple) and not hasattr(value, "_fields"):
         return {_TUPLE: [_to_json(v) for v in cast("tuple[Any, ...]", value)]}
     if isinstance(value, dict) and all(isinstance(k, str) for k in cast("dict[Any, Any]", value)):
         return {k: _to_json(v) for k, v in cast("dict[str, Any]", value).items()}
@@ -415,13 +421,58 @@ class Group:
 # ---- shared ---------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class _Like:
+    """What a leaf was before it became a tensor of samples."""
+
+    dtype: torch.dtype
+    kind: type
+    """`np.ndarray`, `Tensor` or a subclass of it."""
+
+    @classmethod
+    def of(cls, value: Any) -> "_Like":
+        tensor, kind = _tensor(value), type(value)
+        kind = np.ndarray if isinstance(value, np.ndarray) else Tensor if kind is torch.nn.Parameter else kind
+        return cls(tensor.dtype, kind)
+
+    @classmethod
+    def of_all(cls, values: Sequence[Any]) -> list["_Like"]:
+        """Of values and of the leaves that say where their rows end."""
+        for companion in values[1:]:
+            _counts(companion)
+        return [cls.of(v) for v in values]
+
+    def restore(self, tensor: Tensor) -> Any:
+        tensor = tensor.to(self.dtype)
+        if self.kind is np.ndarray:
+            return tensor.numpy()
+        return tensor if self.kind is Tensor else tensor.as_subclass(self.kind)
+
+
 def _tensor(value: Any) -> Tensor:
-    if isinstance(value, np.ndarray):
-        return torch.from_numpy(np.ascontiguousarray(value))
-    if isinstance(value, Tensor) and value.layout == torch.strided:
-        return value.detach()
-    what = f"{value.layout} tensor" if isinstance(value, Tensor) else type(value).__name__
+    if isinstance(value, np.ndarray) and not isinstance(value, np.ma.MaskedArray):
+        try:
+            return torch.from_numpy(np.ascontiguousarray(value))
+        except (TypeError, ValueError) as e:
+            raise SchemaError(
+                f"is an array of {value.dtype}, which torch does not have: make it a list of plain values, or numbers "
+                f"of a native type ({e})"
+            ) from None
+    if isinstance(value, Tensor) and value.layout == torch.strided and not value.is_quantized and not value.is_nested:
+        value = value.detach().resolve_conj().resolve_neg()
+        return value if type(value) is Tensor else value.as_subclass(Tensor)
+    what = type(value).__name__
+    if isinstance(value, Tensor):
+        what = "quantized tensor" if value.is_quantized else f"{value.layout} tensor"
     raise SchemaError(f"must be a dense tensor or a numpy array, got a {what}")
+
+
+def _counts(value: Any) -> Tensor:
+    """Lengths or offsets that stand at another path."""
+    if not isinstance(value, Tensor | np.ndarray) or value.ndim != 1:
+        what = tuple(value.shape) if isinstance(value, Tensor | np.ndarray) else f"a {type(value).__name__}"
+        raise SchemaError(f"must have its lengths or offsets in a tensor or array of one dimension, got {what}")
+    return _tensor(value)
 
 
 def _host(offsets: Tensor) -> "np.ndarray[Any, np.dtype[np.int64]]":

@@ -70,7 +70,11 @@ class BatchSchema:
     def bind_to(self, tree: Tree, leaves: "tuple[BoundLeaf, ...]") -> "BoundSchema":
         """The schema whose tree and leaves another rank found."""
         derived = {path: kind.fn for path, kind in self.leaves.items() if isinstance(kind, Derived)}
-        return BoundSchema(tree, leaves, derived, self.group)
+        return BoundSchema(tree, leaves, derived, self.per_batch, self.group)
+
+    @property
+    def per_batch(self) -> frozenset[str]:
+        return frozenset(path for path, kind in self.leaves.items() if isinstance(kind, PerBatch))
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,7 @@ class BoundSchema:
     """Of the first batch, for ranks that have no batch of their own."""
     leaves: tuple[BoundLeaf, ...]
     derived: dict[str, Callable[[Any], Any]]
+    per_batch: frozenset[str]
     group: Group | None
     _last: dict[str, "weakref.ref[object]"] = field(default_factory=dict[str, "weakref.ref[object]"], repr=False)
 
@@ -132,7 +137,7 @@ class BoundSchema:
                 found[path] = value
             return path in paths
 
-        tree = build_tree(batch, is_leaf)
+        tree = build_tree(batch, is_leaf, whole=self.per_batch)
         self._check_shape(tree)
         columns: list[Column] = []
         sizes: dict[str, int] = {}
@@ -169,7 +174,7 @@ class BoundSchema:
     def tensor_of(self, batch: object) -> Tensor | None:
         """A tensor that holds samples of this batch and of no other; None if it has none."""
         paths = self._paths
-        for path, value in walk(batch):
+        for path, value in walk(batch, whole=self.per_batch):
             if path in paths:
                 tensor = tensor_in(value)
                 if tensor is not None:
@@ -201,7 +206,7 @@ class BoundSchema:
             return np.zeros(split.num_samples, np.int64)
         key = self.group.key
         if isinstance(key, str):
-            found = dict(walk(batch))
+            found = dict(walk(batch, whole=self.per_batch))
             if key not in found:
                 raise SchemaError(f"group key '{key}' is not in the batch; it has {_names(found)}")
             keys = found[key]
@@ -232,10 +237,7 @@ class BoundSchema:
                 raise SchemaError(
                     f"leaf '{path}' must be a {wanted.__name__} as in the first batch, got a {type(value).__name__}"
                 )
-        try:
-            columns = leaf.form.split(values)
-        except SchemaError as e:
-            raise SchemaError(f"leaf '{leaf.paths[0]}' {e}") from None
+        columns = _split(leaf.paths[0], leaf.form, values)
         for column, spec in zip(columns, leaf.specs, strict=True):
             if column.spec != spec:
                 raise SchemaError(
@@ -263,7 +265,12 @@ class _Binder:
     def __init__(self, schema: BatchSchema, batch: object) -> None:
         self.schema, self.declared = schema, schema.leaves
         self.batch = batch
-        self.found = dict(walk(batch))
+        self.found: dict[str, object] = {}
+        for path, value in walk(batch, whole=schema.per_batch):
+            if path in self.found:
+                raise SchemaError(f"the batch has two parts that '{path}' may mean: rename a key, so that paths differ")
+            self.found[path] = value
+        self.within: list[object] = []
         self.kinds: dict[str, Kind] = {}
         self.companions: dict[str, tuple[str, ...]] = {}
 
@@ -287,7 +294,7 @@ class _Binder:
         paths = {p for leaf in leaves for p in leaf.paths}
         paths |= {p for p, kind in self.declared.items() if isinstance(kind, Derived)}
         # The tree is kept for the loader's life: values of this batch that stay on the rank are small or declared.
-        tree = build_tree(self.batch, lambda path, _: path in paths)
+        tree = build_tree(self.batch, lambda path, _: path in paths, whole=self.schema.per_batch)
         return self.schema.bind_to(tree, leaves)
 
     def _resolve(self, path: str, kind: Kind) -> tuple[str, ...]:
@@ -306,7 +313,7 @@ class _Binder:
         return tuple(resolved)
 
     def _visit(self, path: str, value: object) -> None:
-        declared = self.declared.get(path)
+        declared, name = self.declared.get(path), f"leaf '{path}'" if path else "the batch"
         if isinstance(declared, Kind):
             self.kinds[path] = declared
         elif isinstance(declared, PerBatch | Derived) or path in self.taken:
@@ -325,16 +332,21 @@ class _Binder:
             children = children_of(value)
             if children is None:
                 raise SchemaError(
-                    f"leaf '{path}' is a {type(value).__name__}, which cannot be split into samples; declare it "
-                    "PerBatch()"
+                    f"{name} is a {type(value).__name__}, which cannot be split into samples; declare it PerBatch()"
                 )
+            if any(value is outer for outer in self.within):
+                raise SchemaError(f"leaf '{path}' is a {type(value).__name__} that holds it; declare it PerBatch()")
+            self.within.append(value)
             for name, child in children:
                 self._visit(join_path(path, name), child)
+            self.within.pop()
 
     def _visit_tensor(self, path: str, value: object) -> None:
         kind = _BY_TYPE.get(type_name(value))
         if kind is None and isinstance(value, Tensor) and value.is_nested:
             kind = Jagged()
+        if kind is None and not isinstance(value, Tensor | np.ndarray):
+            raise SchemaError(f"leaf '{path}' is a {type_name(value)}, which cannot be split; declare it PerBatch()")
         if kind is None and cast("Tensor", value).ndim == 0:
             raise SchemaError(
                 f"leaf '{path}' has no dimension, so it cannot be split into samples: declare "
@@ -367,9 +379,12 @@ class _Binder:
         return [self.found[p] for p in (path, *self.companions.get(path, ()))]
 
     def _columns(self, path: str, kind: Kind) -> list[Column]:
+        values = self._values(path)
+        return _split(path, self._form(path, kind), values)
+
+    def _form(self, path: str, kind: Kind) -> Form:
         try:
-            values = self._values(path)
-            return kind.form(values).split(values)
+            return kind.form(self._values(path))
         except SchemaError as e:
             raise SchemaError(f"leaf '{path}' {e}") from None
 
@@ -379,7 +394,7 @@ class _Binder:
         return BoundLeaf(
             paths=paths,
             types=tuple(type(v) for v in self._values(path)),
-            form=kind.form(self._values(path)),
+            form=self._form(path, kind),
             specs=specs,
             is_history=isinstance(kind, Jagged | Keyed),
             has_candidates=isinstance(kind, Nested),
@@ -387,9 +402,18 @@ class _Binder:
         )
 
 
+def _split(path: str, form: Form, values: Sequence[Any]) -> list[Column]:
+    try:
+        return form.split(values)
+    except SchemaError as e:
+        raise SchemaError(f"leaf '{path}' {e}") from None
+    except Exception as e:
+        raise SchemaError(f"leaf '{path}' cannot be split: {type(e).__name__}: {e}") from e
+
+
 def _names(found: Mapping[str, object]) -> list[str]:
     """The paths of a batch's parts, without the elements of lists."""
-    return [path for path in found if not any(part.isdigit() for part in path.split("."))] or list(found)
+    return [path for path in found if path and not any(part.isdigit() for part in path.split("."))] or list(found)
 
 
 def _holds_tensor(value: object) -> bool:
