@@ -221,7 +221,7 @@ class Exchange:
 
         alike(heads[:, _Head.VERSION], f"protocol version {_VERSION}", "use one version of the library")
         alike(heads[:, _Head.SETTINGS], self.config.settings, "start all ranks with the same settings")
-        raise_failures(self.world, heads[:, _Head.FAILED], local.error, self.num_steps)
+        raise_failures(self.world, heads[:, _Head.FAILED], local.error, f"batch {self.num_steps}")
         alike(heads[:, _Head.STEP], f"batch {self.num_steps}", "load checkpoints of the same step on all ranks")
         schemas = heads[:, _Head.SCHEMA]
         known = schemas[schemas != 0]
@@ -241,7 +241,7 @@ class Exchange:
             error = e
         mine = np.asarray([error is not None, len(data)], np.int64)
         failed, sizes = self.world.gather(mine, "the schema's size").T
-        raise_failures(self.world, failed, error, self.num_steps)
+        raise_failures(self.world, failed, error, f"batch {self.num_steps}")
         source = int(sizes.argmax())
         everyone = self.world.gather(bytes_to_ints(data.ljust(int(sizes.max()), b"\0")), "the schema")
         if self.schema is None:
@@ -325,7 +325,7 @@ class Exchange:
         fingerprint = plan.fingerprint if plan else 0
         mine = np.asarray([error is not None, fingerprint], np.int64)
         failed, plans = self.world.gather(mine, f"agreement on the plan of batch {self.num_steps}").T
-        raise_failures(self.world, failed, error, self.num_steps)
+        raise_failures(self.world, failed, error, f"batch {self.num_steps}")
         check_alike(
             self.world, plans, lambda: f"plan {fingerprint:016x}", "the partition function must be deterministic"
         )

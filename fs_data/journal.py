@@ -69,6 +69,8 @@ class Journal:
             if decision is not None and (role == "partition" or decision != self._last.get(role)):
                 entry[role] = _pack(decision)
             self._last[role] = decision
+        if self._file.closed:  # a pass after close()
+            self._file = self.path.open("a", buffering=1)
         self._file.write(_dump(entry))
 
     def close(self) -> None:

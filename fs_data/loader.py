@@ -3,10 +3,11 @@
 import io
 import logging
 import socket
+import sys
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from dataclasses import replace as replace_fields
 from os import PathLike
 from typing import Any, Generic, TypeVar, cast, get_args
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from fs_data import cost as costs
 from fs_data import partition
+from fs_data.agree import raise_failures
 from fs_data.audit import Auditor, AuditReport
 from fs_data.cost import CostModel
 from fs_data.device import Lane
@@ -42,6 +44,8 @@ logger = logging.getLogger(__name__)
 T_co = TypeVar("T_co", covariant=True)
 
 _STATE_VERSION = 1
+PATIENCE_S = 10.0
+"""For other ranks, when this one leaves with an error: they may be waiting for it elsewhere, and so never come."""
 _BEGINNING: dict[str, Any] = {
     "inner": None, "count": 0, "exhausted": False, "step": 0, "step_in_pass": 0, "held": None, "planner": {},
 }  # fmt: skip
@@ -125,7 +129,8 @@ class BalancedDataLoader(Generic[T_co]):
         here = np.asarray([zlib.crc32(socket.gethostname().encode()), _len(loader)])
         host_names, lengths = self._world.gather(here, "construction").T
         hosts = _hosts(host_names)
-        self._len = int(lengths.max()) if (lengths >= 0).all() else None
+        steps = lengths.min() if on_exhausted == "stop" else lengths.max()
+        self._len = int(steps) if (lengths >= 0).all() else None
         settings = _as_text(
             partitioner=_name(partitioner),
             max_tokens=max_tokens,
@@ -134,14 +139,21 @@ class BalancedDataLoader(Generic[T_co]):
             defer=defer,
             on_exhausted=on_exhausted,
             weights=list(weights),
+            group=_name(schema.group),
             hosts=hosts.tolist() if hosts.any() else "one",
         )
-        config = ExchangeConfig(schema=schema, measures=measures, on_exhausted=on_exhausted, settings=settings)
-        journaled = replayed = None
-        if journal is not None and self._world.rank == 0:
-            journaled = Journal(journal, world_size=self._world.size, settings=settings)
-        if replay is not None:
-            replayed = Replay(replay, world_size=self._world.size, settings=settings)
+        agreed = "\n".join([settings, _as_text(audit=audit, replay=replay is not None)])
+        config = ExchangeConfig(schema=schema, measures=measures, on_exhausted=on_exhausted, settings=agreed)
+        journaled = replayed = error = None
+        try:
+            if journal is not None and self._world.rank == 0:
+                journaled = Journal(journal, world_size=self._world.size, settings=settings)
+            if replay is not None:
+                replayed = Replay(replay, world_size=self._world.size, settings=settings)
+        except Exception as e:
+            error = e  # of this rank's files alone: the others must not wait for its first batch
+        failed = self._world.gather(np.asarray([error is not None], np.int64), "construction")
+        raise_failures(self._world, failed[:, 0], error, "construction")
         planner = Planner(
             partition.make(partitioner, max_tokens=max_tokens, max_samples=max_samples),
             costs.make(cost),
@@ -194,16 +206,18 @@ class BalancedDataLoader(Generic[T_co]):
             pipeline.stop("break, or an exception in the loop")
 
     def _begin_pass(self) -> Pipeline:
-        self._end_pass("a new pass over the data began")
+        self._supersede("a new pass over the data began")
         resume, self._resume = self._resume or {}, None
         self._exchange.num_in_pass = resume.get("step_in_pass", 0)
         held = resume.get("held")
         self._exchange.held = Held.from_state(held) if held else None
+        if self._exchange.schema is not None:
+            self._exchange.schema.forget_batches()
         self._flush()
         reader = Reader(
             self._loader,
             exhausted=resume.get("exhausted", False),
-            skip=0 if has_state(self._loader) else resume.get("count", 0),
+            skip=resume.get("count", 0) if resume.get("inner") is None else 0,
             timeout_s=self._timeout_s,
             tells_last=self._exchange.planner.max_wait > 0,  # samples must not wait for a step that never comes
         )
@@ -212,7 +226,7 @@ class BalancedDataLoader(Generic[T_co]):
 
     def _next(self, pipeline: Pipeline) -> Handed | None:
         step = self._step  # the step that just ended is step − 1; on a GPU the one before it is surely complete
-        optimizer_steps = self._attachment.optimizer_steps if self._attachment else 0
+        optimizer_steps = self._attachment.optimizer_steps if self._attachment else -1
         with torch.profiler.record_function("fs_data::next"):
             return pipeline.next(optimizer_steps, self._times.of(step - 2))
 
@@ -280,35 +294,45 @@ class BalancedDataLoader(Generic[T_co]):
         self._times.add(lambda: seconds)
 
     def close(self) -> None:
-        """Ends the pass, its threads and the wrapped loader's workers, and removes hooks; may be called twice."""
-        self.detach()
-        self._end_pass("closed")
-        self._close_journal()
+        """Ends the pass, its threads and the wrapped loader's workers, and removes hooks; may be called twice.
+
+        Workers that are persistent end with the wrapped loader.
+        """
+        self._leave(sys.exc_info()[1])
 
     def __enter__(self) -> "BalancedDataLoader[T_co]":
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._leave(error)
+
+    def _leave(self, error: BaseException | None) -> None:
         self.detach()
         try:
-            self._end_pass(f"{type(error).__name__}: {error}" if error else "closed")
+            if error is None:
+                self._end_pass("closed", self._timeout_s)
+            else:
+                self._end_pass(f"{type(error).__name__}: {error}", min(PATIENCE_S, self._timeout_s))
         except LoaderError:
             if error is None:  # else the loop's own error says more
                 raise
         finally:
-            self._close_journal()
+            if self._exchange.planner.journal is not None:
+                self._exchange.planner.journal.close()
 
-    def _close_journal(self) -> None:
-        if self._exchange.planner.journal is not None:
-            self._exchange.planner.journal.close()
+    def _supersede(self, reason: str) -> None:
+        """Ends the pass for another; a loop that is still in it must not take that for the end of the data."""
+        if self._pipeline is not None:
+            self._pipeline.stop(reason, LoaderError(f"this pass over the data was ended: {reason}; leave its loop"))
+        self._end_pass(reason, self._timeout_s)
 
-    def _end_pass(self, reason: str) -> None:
+    def _end_pass(self, reason: str, patience_s: float) -> None:
         pipeline, self._pipeline = self._pipeline, None
         if pipeline is None:
             return
         pipeline.stop(reason)
-        if not pipeline.join(self._timeout_s):
-            raise LoaderError(f"the last pass did not end within {self._timeout_s} s: another rank is still inside it")
+        if not pipeline.join(patience_s):
+            raise LoaderError(f"the last pass did not end within {patience_s} s: another rank is still inside it")
         pipeline.reader.join(5.0)
 
     # ---- weights ----------------------------------------------------------------------------------------------------
@@ -333,7 +357,7 @@ class BalancedDataLoader(Generic[T_co]):
 
     def _weights(self, batch: Any, task: str) -> tuple[NDArray[np.float64], float]:
         self._weights_used = True
-        return self._given.weights(batch, task, self._exchange.bound_schema)
+        return self._given.weights(batch, task, self._exchange.schema)
 
     # ---- state ------------------------------------------------------------------------------------------------------
 
@@ -371,7 +395,7 @@ class BalancedDataLoader(Generic[T_co]):
         key = f"dp_rank_{self._world.rank}"
         if key not in state:
             raise ValueError(f"the state has no '{key}': it is that of another rank ({sorted(state)})")
-        self._end_pass("a state was loaded")
+        self._supersede("a state was loaded")
         own = torch.load(io.BytesIO(state[key]), weights_only=True)
         if own["inner"] is not None:
             if not has_state(self._loader):
@@ -387,7 +411,7 @@ class BalancedDataLoader(Generic[T_co]):
     # ---- conventions ------------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        """The most batches that a rank's loader has, which is the number of steps; agreed at construction."""
+        """The number of steps, agreed at construction: batches of the longest loader, with "stop" of the shortest."""
         if self._len is None:
             raise TypeError(f"the wrapped {type(self._loader).__name__} has no length on every rank")
         return self._len
@@ -419,7 +443,7 @@ class BalancedDataLoader(Generic[T_co]):
 def _len(loader: object) -> int:
     try:
         return len(cast("Any", loader))
-    except TypeError:
+    except (TypeError, NotImplementedError):
         return -1
 
 
@@ -436,6 +460,9 @@ def _as_text(**settings: object) -> str:
 
 def _name(value: object) -> str:
     """Tells one setting from another, without addresses, which differ by rank."""
+    if value is None or isinstance(value, str | int | float):
+        return str(value)
     if is_dataclass(value) and not isinstance(value, type):
-        return repr(value)
-    return str(getattr(value, "__qualname__", None) or (value if isinstance(value, str) else type(value).__qualname__))
+        inside = ", ".join(f"{f.name}={_name(getattr(value, f.name))}" for f in fields(value))
+        return f"{type(value).__qualname__}({inside})"
+    return str(getattr(value, "__qualname__", None) or type(value).__qualname__)

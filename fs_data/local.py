@@ -21,6 +21,8 @@ from fs_data.tree import Tree, walk
 
 Ints = NDArray[np.int64]
 
+_TOO_LONG = 1 << 31  # its square still fits
+
 
 class RowField(IntEnum):
     """Where each number of a sample stands; after these, a float64's bits for each task's loss weight."""
@@ -175,13 +177,18 @@ def _lengths(batch: Any, split: Split, schema: BoundSchema, measures: Measures) 
     if measures.length is None:
         return schema.history_lengths(split)
     lengths = _per_sample(measures.length(batch), split.num_samples, "length", np.int64)
-    if (lengths < 0).any():
-        raise LoaderError(f"length must give numbers of at least 0, got {lengths.min()}")
+    if (lengths < 0).any() or (lengths >= _TOO_LONG).any():
+        raise LoaderError(f"length must be at least 0 and less than 2^31, got {lengths.min()} to {lengths.max()}")
     return lengths
 
 
 def _per_sample(value: Any, num_samples: int, name: str, dtype: Any) -> NDArray[Any]:
-    array = np.asarray(value.detach().cpu() if isinstance(value, Tensor) else value)
+    if isinstance(value, Tensor):
+        value = value.detach().cpu()
+        value = value.double() if value.is_floating_point() else value  # numpy has no bfloat16
+    array = np.asarray(value)
     if array.shape != (num_samples,):
         raise LoaderError(f"{name} must give one number a sample, so shape ({num_samples},), got {array.shape}")
+    if dtype is np.int64 and np.issubdtype(array.dtype, np.floating) and not (array == np.floor(array)).all():
+        raise LoaderError(f"{name} must give whole numbers, got {array[array != np.floor(array)][0]}; round them")
     return array.astype(dtype)

@@ -21,7 +21,7 @@ import torch
 
 from fs_data.agree import raise_failures
 from fs_data.device import Lane, Moved
-from fs_data.errors import Disagreement, RankStopped
+from fs_data.errors import Disagreement, LoaderError, RankStopped
 from fs_data.exchange import Balanced, Exchange
 from fs_data.reader import Reader
 from fs_data.stats import StepStats, step_stats
@@ -106,10 +106,13 @@ class Pipeline:
         """Called when the batch of the last `next` is about to be trained on: balancing goes on beside it."""
         self._in_step.release()
 
-    def stop(self, reason: str) -> None:
-        """Leaves the loop; returns at once. The other ranks raise at their next batch, unless they leave as well."""
+    def stop(self, reason: str, outcome: LoaderError | None = None) -> None:
+        """Leaves the loop; returns at once. The other ranks raise at their next batch, unless they leave as well.
+
+        `outcome` is what `next` raises from now on; None lets it end as after the last batch.
+        """
         if not self._over:
-            self._over = True
+            self._over, self._outcome = True, outcome
             self._requests.put(_Request(stop=reason))
         self._in_step.release()
         self.exchange.pace.allow()  # the exchange under way is finished first: other ranks are in it too
@@ -169,11 +172,16 @@ class Pipeline:
 
     def _vote(self, request: _Request, current: Ready, following: Ready | None) -> bool:
         """Whether all ranks go on; raises if only some do, or if one cannot."""
-        error = current.balanced.error or (following.balanced.error if following else None)
-        step = current.balanced.step
-        mine = np.asarray([error is not None, request.stop is not None, request.optimizer_steps], np.int64)
+        error, step = current.balanced.error, current.balanced.step
+        ahead = 0
+        if error is None and following is not None:
+            error, ahead = following.balanced.error, 1
+        mine = np.asarray(
+            [(1 + ahead) * (error is not None), request.stop is not None, request.optimizer_steps], np.int64
+        )
         failed, stopped, optimizer_steps = self.world.gather(mine, f"all ranks' call for batch {step}").T
-        raise_failures(self.world, failed, error, step)
+        if failed.any():
+            raise_failures(self.world, failed, error, f"batch {step + int(failed[failed > 0].min()) - 1}")
         if stopped.all():
             return False
         if stopped.any():
@@ -184,6 +192,11 @@ class Pipeline:
                 logger.warning("%s while other ranks went on, which now raise", why)
                 return False
             raise RankStopped(ranks, f"{why}, this rank did not; all ranks must leave it together")
+        if (detached := optimizer_steps < 0).any() and not detached.all():
+            raise Disagreement(
+                f"attach(model, optimizer) must be called on all ranks, or on none; before batch {step} ranks "
+                f"{np.flatnonzero(detached).tolist()} had not"
+            )
         if (optimizer_steps != optimizer_steps[0]).any():
             raise Disagreement(
                 f"all ranks must take the same optimizer steps: before batch {step} they had taken "

@@ -32,6 +32,8 @@ class WorldBatch:
     """`(N,)`: items of history, which is what activation memory grows with."""
     num_bytes: NDArray[np.int64]
     """`(N,)`: what moving the sample to another rank sends."""
+    num_samples: NDArray[np.int64] | None = None
+    """`(N,)`: where samples have groups, each entry is a group, of so many; None where each is one sample."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

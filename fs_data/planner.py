@@ -86,8 +86,11 @@ class Planner:
         elif hasattr(self.cost, "adopt"):
             self.cost.adopt(coefficients[0])  # pyright: ignore
         cost = _as_ints(self.cost(features), "cost", num_samples)
-        if (cost < 0).any():
-            raise LoaderError(f"cost must be at least 0, got {cost.min()}")
+        if (cost < 0).any() or cost.astype(np.float64).sum() >= 1 << 62:
+            raise LoaderError(
+                f"cost must be at least 0 and sum to less than 2^62, got {cost.min()} to {cost.max()} for each of "
+                f"{num_samples} samples"
+            )
         history = np.stack(self._compute_ns) if self._compute_ns else np.zeros((0, self.world_size), np.int64)
         runtime = RuntimeInfo(step=step, host=self.host, compute_ns=history)
         plan = self._complete(features, cost, self._assign(features, cost, runtime, is_last))
@@ -126,7 +129,7 @@ class Planner:
     def _assign(self, features: Features, cost: Ints, runtime: RuntimeInfo, is_last: bool) -> Ints:
         """`(N,)` destinations, −1 for samples that wait; groups go to the partition function as one unit each."""
         unit, rank = _units(features)
-        amounts = [_sum_by(unit, x) for x in (cost, features.num_tokens, features.num_bytes)]
+        amounts = [_sum_by(unit, x) for x in (cost, features.num_tokens, features.num_bytes, np.ones_like(unit))]
         world = _world(self.world_size, rank, *amounts)
         destination = np.full(len(rank), -1)
         now = np.flatnonzero(~self._waits(world, unit, features.age, is_last))
@@ -145,7 +148,7 @@ class Planner:
             return nobody
         unit_age = np.zeros(len(world.rank), np.int64)
         np.maximum.at(unit_age, unit, age)
-        outlier = world.cost * world.world_size > world.cost.sum()
+        outlier = world.cost > world.cost.sum() // world.world_size
         waits = outlier & (unit_age < self.max_wait)
         enough_remain = len(waits) - waits.sum() >= world.world_size
         return waits if outlier.sum() < world.world_size and enough_remain else nobody
@@ -168,8 +171,15 @@ class Planner:
         )
 
 
-def _world(world_size: int, rank: Ints, cost: Ints, num_tokens: Ints, num_bytes: Ints) -> WorldBatch:
-    return WorldBatch(world_size=world_size, rank=rank, cost=cost, num_tokens=num_tokens, num_bytes=num_bytes)
+def _world(world_size: int, rank: Ints, cost: Ints, num_tokens: Ints, num_bytes: Ints, num_samples: Ints) -> WorldBatch:
+    return WorldBatch(
+        world_size=world_size,
+        rank=rank,
+        cost=cost,
+        num_tokens=num_tokens,
+        num_bytes=num_bytes,
+        num_samples=num_samples if (num_samples > 1).any() else None,
+    )
 
 
 def _units(features: Features) -> tuple[Ints, Ints]:

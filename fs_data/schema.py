@@ -171,15 +171,20 @@ class BoundSchema:
             values[path] = fn(batch)
         return fill(tree, values, num_samples)
 
-    def tensor_of(self, batch: object) -> Tensor | None:
-        """A tensor that holds samples of this batch and of no other; None if it has none."""
+    def tensor_of(self, batch: object) -> "Tensor | NDArray[Any] | None":
+        """A tensor or array that holds samples of this batch and of no other; None if it has none."""
         paths = self._paths
         for path, value in walk(batch, whole=self.per_batch):
             if path in paths:
-                tensor = tensor_in(value)
+                first = cast("list[object]", value)[0] if isinstance(value, list) and value else value
+                tensor = first if isinstance(first, np.ndarray) else tensor_in(first)
                 if tensor is not None:
-                    return tensor
+                    return cast("Tensor | NDArray[Any]", tensor)
         return None
+
+    def forget_batches(self) -> None:
+        """A new pass may begin with the batch that the last one ended with."""
+        self._last.clear()
 
     def history_lengths(self, split: Split) -> NDArray[np.int64]:
         """`(B,)`: the longest row of each sample over all jagged leaves; 1 where the batch has none."""

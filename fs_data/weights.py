@@ -17,7 +17,7 @@ _REMEMBERED = 4  # pipelines hold up to three
 
 @dataclass(frozen=True)
 class _Given:
-    tensor: "weakref.ref[Tensor]"
+    tensor: "weakref.ref[Tensor | NDArray[Any]]"
     """One of the batch's; it is the same in a container rebuilt around it."""
     weights: dict[str, NDArray[np.float64]]
     """`(B,)` by task."""
@@ -36,10 +36,14 @@ class GivenBatches:
         if tensor is not None:
             self._last.append(_Given(weakref.ref(tensor), balanced.weights, balanced.total_weights))
 
-    def weights(self, batch: Any, task: str, schema: BoundSchema) -> tuple[NDArray[np.float64], float]:
+    def weights(self, batch: Any, task: str, schema: BoundSchema | None) -> tuple[NDArray[np.float64], float]:
         """`(B,)`, and the sum over all ranks."""
+        if schema is None:
+            raise ValueError("the batch must be one that this loader gave, and it has given none yet")
         tensor = schema.tensor_of(batch)
-        given = next((g for g in reversed(self._last) if tensor is not None and g.tensor() is tensor), None)
+        if tensor is None:
+            raise ValueError("the batch must have a tensor or an array of its samples, by which it is known again")
+        given = next((g for g in reversed(self._last) if g.tensor() is tensor), None)
         if given is None:
             raise ValueError(
                 f"the batch must be one of the last {_REMEMBERED} that this loader gave; a copy on another device is "

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fs_data.errors import LoaderError, RankLost
 
-_TEXT_BYTES = 4096
+_TEXT_BYTES = 1 << 20
 _HEARTBEAT_PATIENCE_S = 2.0
 
 
@@ -57,7 +57,7 @@ class Ranks:
 
     def gather(self, numbers: NDArray[np.int64], what: str) -> NDArray[np.int64]:
         mine = torch.from_numpy(np.ascontiguousarray(numbers, dtype=np.int64))
-        everyone = torch.empty(self.size * len(mine), dtype=torch.int64)
+        everyone = torch.empty(self.size * len(mine), dtype=torch.int64, device="cpu")  # not a default of the user's
         with self._naming_lost_ranks(what):
             _ALL_GATHER(everyone, mine, group=self.group)
         return everyone.view(self.size, len(mine)).numpy()
@@ -130,14 +130,17 @@ def make_world(group: dist.ProcessGroup | None, timeout_s: float) -> World:
         if not dist.is_initialized():
             return Alone()
         group = _new_group(timeout_s)
+    if dist.get_rank(group) < 0:
+        raise ValueError("group must have this rank in it; on others, train without a loader of that group")
     return Ranks(group) if dist.get_world_size(group) > 1 else Alone()
 
 
 def gather_texts(world: World, text: str) -> list[str]:
-    """Collective: every rank's text, cut to 4,096 bytes."""
-    data = text.encode()[:_TEXT_BYTES]
-    padded = bytes_to_ints(data.ljust(_TEXT_BYTES, b"\0"))
-    rows = world.gather(padded, "the exchange of error messages")
+    """Collective: every rank's text, cut to a megabyte."""
+    data = text.encode(errors="replace")[:_TEXT_BYTES]
+    what = "the exchange of error messages"
+    longest = int(world.gather(np.asarray([len(data)], np.int64), what).max())
+    rows = world.gather(bytes_to_ints(data.ljust(longest, b"\0")), what)
     return [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in rows]
 
 
