@@ -30,8 +30,13 @@ class GlooRoad:
 
     def begin(self, turn: Turn, sends: Sequence[int], receives: Sequence[int]) -> None:
         x, self._turn, self._peers = turn.exchange, turn, sorted({*sends, *receives})
-        self._works = [self._group.recv([x.receive[p]], p, 0) for p in reversed(receives)]
-        self._works += [self._group.send([x.send[p]], p, 0) for p in sends]
+        self._works: list[Any] = []
+        try:
+            self._works += [self._group.recv([x.receive[p]], p, 0) for p in reversed(receives)]
+            self._works += [self._group.send([x.send[p]], p, 0) for p in sends]
+        except RuntimeError as error:  # a peer has given up since it said that it takes part
+            self._works.clear()
+            self._explain(error)
 
     def complete(self) -> None:
         try:
@@ -59,6 +64,7 @@ class GlooRoad:
     def _explain(self, error: RuntimeError) -> None:
         """Raises what the mesh knows of the peers, or else what gloo says."""
         if self._turn.left_s <= 0.001:
+            self._turn.mesh.check(self._peers)
             raise self._turn.timeout(self._peers) from error
         deadline = time.monotonic() + _EXPLAIN_S
         while time.monotonic() < deadline:

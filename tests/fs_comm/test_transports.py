@@ -1,6 +1,7 @@
 """The shared suite over every road that this machine has (verbs: tests/rdma)."""
 
 import os
+import time
 from collections.abc import Callable
 
 import pytest
@@ -72,3 +73,21 @@ def _more_than_2_gib(road: str) -> None:
 @pytest.mark.parametrize("road", ["attach", "staged", "gloo"])
 def test_more_than_2_gib_go_in_one_call(ranks: Ranks, road: str) -> None:
     ranks(2).run(_more_than_2_gib, road, timeout_s=300.0)
+
+
+def _late_after_its_header() -> str:
+    group = group_over("gloo", timeout_s=1.0)
+    if dist.get_rank() == 1:
+        check = group._engine._check  # pyright: ignore[reportPrivateUsage]
+        group._engine._check = lambda *args: (time.sleep(3), check(*args))[1]  # pyright: ignore  as if stopped there
+    try:
+        dist.all_gather([torch.empty(100_000)] * 2, torch.zeros(100_000), group=group)
+    except fs_comm.CommTimeout as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_rank_whose_peer_gave_up_meanwhile_is_told_why(ranks: Ranks) -> None:
+    first, second = ranks(2).run(_late_after_its_header)
+    assert "waited 1 s for rank 1" in first
+    assert "rank 0 gave the group up: all_gather of float32 (number 1): waited 1 s for rank 1" in second
