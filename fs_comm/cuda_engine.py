@@ -270,7 +270,6 @@ class CudaEngine:
         job.event = self.copies.end()
         self._own.set_word(Layout.done, job.sequence)
         job.given.set()
-        job.on_given()
 
     def _may_put(self, step: Put) -> bool:
         count = self._planner.must_be_taken(step)
@@ -300,7 +299,6 @@ class CudaEngine:
         self._drain()
         for job in jobs:
             job.given.set()
-            job.on_given()
 
     def _drain(self) -> None:
         """Returns once the streams are done with all that they were given, and may be given by callers under way."""

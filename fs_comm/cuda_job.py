@@ -57,7 +57,6 @@ class Job:
     """Set after `event`, or `error`."""
     error: BaseException | None = None
     since: float = 0.0
-    on_given: Callable[[], None] = lambda: None
 
     def __str__(self) -> str:
         return str(self.views[0])

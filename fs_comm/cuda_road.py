@@ -1,6 +1,5 @@
 """A group's exchanges of CUDA tensors: makes the engine that serves its ranks at the first of them."""
 
-import os
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -17,6 +16,7 @@ from fs_comm.cuda_work import CudaWork
 from fs_comm.driver import DriverError
 from fs_comm.errors import GroupClosed
 from fs_comm.mesh import Mesh
+from fs_comm.roads import is_forbidden
 from fs_comm.staging import Layout, Region, share
 from fs_comm.wire import DTYPE_NUMBER, Op
 
@@ -88,7 +88,7 @@ class CudaRoad:
     def _start(self, device: torch.device) -> CudaEngine | PinnedEngine:
         rank, size, timeout_s, setup_s = self._rank, self._size, self._timeout_s, self._setup_s
         # None: try. With "0" a thread looks at memory in place of the streams, on this rank alone.
-        copies = CudaCopies(device, stream_waits=False if os.environ.get("FS_COMM_STREAM_WAITS") == "0" else None)
+        copies = CudaCopies(device, stream_waits=False if is_forbidden("FS_COMM_STREAM_WAITS") else None)
         if self.why_apart is None:
             mesh = Mesh(PrefixStore("mesh", self._store), rank, size, timeout_s=setup_s, name_of=self._name_of)
             layout = layout_for(size)
@@ -121,7 +121,7 @@ class CudaRoad:
             raise RuntimeError("an exchange with other processes cannot be captured into a CUDA graph")
 
         def finish_on_copies() -> None:
-            with torch.cuda.stream(engine.copies.last):
+            with torch.cuda.stream(engine.copies.last), torch.inference_mode():
                 if finish is not None:
                     finish()
 

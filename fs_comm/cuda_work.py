@@ -22,7 +22,7 @@ class CudaWork(dist.Work):
         super().__init__()
         self._engine, self._job, self._result = engine, job, result
         self._future: torch.futures.Future[Any] | None = None
-        self._settling = threading.Lock()
+        self._asking = threading.Lock()
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """The current stream waits; with a timeout the caller too, until all is done.
@@ -58,24 +58,26 @@ class CudaWork(dist.Work):
         return self._result
 
     def get_future(self) -> "torch.futures.Future[Any]":  # pyright: ignore
-        """Done once the copies are given to the streams; whoever waits for it, waits with the current stream."""
-        with self._settling:
-            if self._future is not None:
-                return self._future
-            self._future = torch.futures.Future(devices=[self._engine.device])
-        self._job.on_given = self._settle
-        if self._job.given.is_set():
-            self._settle()
+        """Done once the copies are given to the streams; whoever waits for it, waits with the current stream.
+
+        As with CPU tensors, callbacks run on a thread of their own.
+        """
+        with self._asking:
+            if self._future is None:
+                self._future = torch.futures.Future(devices=[self._engine.device])
+                if self._job.given.is_set():
+                    self._settle(self._future)
+                else:
+                    threading.Thread(
+                        target=self._settle, args=(self._future,), name="fs_comm_future", daemon=True
+                    ).start()
         return self._future
 
-    def _settle(self) -> None:
-        assert self._future is not None
-        with self._settling:
-            if self._future.done():
-                return
-            if self._job.error is not None:
-                # A copy: the error's traceback refers to this work, and gc cannot see into the future.
-                self._future.set_exception(copy(self._job.error))  # pyright: ignore[reportArgumentType]
-                return
-            with torch.cuda.stream(self._engine.copies.last):
-                self._future.set_result(self._result)
+    def _settle(self, future: "torch.futures.Future[Any]") -> None:
+        self._job.given.wait()
+        if self._job.error is not None:
+            # A copy: the error's traceback refers to this work, and gc cannot see into the future.
+            future.set_exception(copy(self._job.error))  # pyright: ignore[reportArgumentType]
+            return
+        with torch.cuda.stream(self._engine.copies.last):
+            future.set_result(self._result)

@@ -74,6 +74,12 @@ class Engine:
         self._fail(GroupClosed("the group was aborted"))
         self.close()
 
+    def after_fork(self) -> None:
+        """In the child, which has none of this engine's threads."""
+        self._order, self._running = threading.Lock(), threading.Lock()  # another thread may have held them
+        self._failed = GroupClosed("it was made before this process was forked; a child makes groups of its own")
+        self.mesh.after_fork()
+
     def _number(self, exchange: Exchange) -> None:
         if self._failed is not None:
             raise GroupClosed(f"the group failed before and is of no use any more: {self._failed}") from self._failed
@@ -98,13 +104,13 @@ class Engine:
         try:
             if self._failed is not None:
                 raise GroupClosed(f"the group failed before: {self._failed}") from self._failed
-            self._exchange(x)
-            x.finish()
+            with torch.inference_mode():  # what may be written to is the caller's modes to say, not this thread's
+                self._exchange(x)
+                x.finish()
         except BaseException as error:
             x.error = self._failed if isinstance(self._failed, GroupClosed) else error  # aborted, rather than broken
             self._fail(error)
         x.done.set()
-        x.on_done()
 
     def _fail(self, error: BaseException) -> None:
         """Tells the peers, before anything that they may still be reading can change."""

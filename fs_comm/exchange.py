@@ -30,7 +30,6 @@ class Exchange:
     """Run once all bytes are there, before `done` is set."""
     done: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
-    on_done: Callable[[], None] = lambda: None
     sequence: int = 0
 
     def __str__(self) -> str:

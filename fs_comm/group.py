@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from contextvars import ContextVar
 from datetime import timedelta
 from functools import partial
+from operator import index
 from typing import Any
 
 import torch
@@ -206,7 +207,7 @@ class SmFreeGroup(WithInnerGroup):
             )
         flat = _room(output)
         parts = list(flat.view(-1).chunk(self._size)) if output.numel() else [flat.view(-1)] * self._size
-        finish = None if flat is output else lambda: output.copy_(flat)
+        finish = None if flat is output else partial(_copy_back, [output], [flat])
         return self._gather(parts, input, [output], finish, waits=_waits(args))
 
     _allgather_base = all_gather_single
@@ -234,7 +235,7 @@ class SmFreeGroup(WithInnerGroup):
         sends = self._split(_plain(input), input_split_sizes, "input")
         flat = _room(output)
         receives = self._split(flat, output_split_sizes, "output")
-        finish = None if flat is output else lambda: output.copy_(flat)
+        finish = None if flat is output else partial(_copy_back, [output], [flat])
         return self._exchange(Op.ALL_TO_ALL, sends, receives, [output], finish, waits=_waits(args))
 
     alltoall_base = all_to_all_single
@@ -272,21 +273,25 @@ class SmFreeGroup(WithInnerGroup):
 
         return self._exchange(Op.ALL_GATHER, [_plain(mine)] * self._size, flat, result, copy_back, waits=waits)
 
-    def _split(self, x: Tensor, sizes: Sequence[int], what: str) -> list[Tensor]:
+    def _split(self, x: Tensor, sizes: Sequence[int] | None, what: str) -> list[Tensor]:
         """By rows, evenly where no sizes are given."""
         num_rows = x.shape[0] if x.dim() else 0
+        sizes = [] if sizes is None else [index(n) for n in sizes]  # also of a tensor, or an array
         if not sizes:
             if num_rows % self._size:
                 raise ValueError(f"{what} must have a number of rows that {self._size} ranks divide, got {num_rows}")
             sizes = [num_rows // self._size] * self._size
         if len(sizes) != self._size or sum(sizes) != num_rows:
-            raise ValueError(
-                f"{what} splits must be {self._size} numbers that add up to {num_rows} rows, got {list(sizes)}"
-            )
-        return list(x.split(list(sizes)))
+            raise ValueError(f"{what} splits must be {self._size} numbers that add up to {num_rows} rows, got {sizes}")
+        return list(x.split(sizes))
 
     def _goes_inside(self, tensors: Sequence[Tensor]) -> bool:
         """Whether the inner group does it: for devices that we have no road for."""
+        for t in tensors:
+            if t.layout != torch.strided or t.is_nested:
+                raise ValueError(
+                    f"tensors must be dense, got a {'nested' if t.is_nested else t.layout} one: gather its values"
+                )
         return any(t.device.type != "cpu" for t in tensors) and not self._cuda.serves(tensors)
 
     def _exchange(
@@ -367,7 +372,15 @@ def _plain(t: Tensor) -> Tensor:
 
 
 def _room(t: Tensor) -> Tensor:
-    """Contiguous memory for `t`'s values: its own where it can be."""
+    """Contiguous memory for `t`'s values: its own where it can be.
+
+    Raises:
+        ValueError: Several of its elements are one place in memory.
+    """
+    if t.numel() and any(n > 1 and not step for n, step in zip(t.shape, t.stride(), strict=True)):
+        raise ValueError(
+            f"an output must have a place for each element, got shape {[*t.shape]}, strides {[*t.stride()]}"
+        )
     if t.is_contiguous() and not t.is_conj() and not t.is_neg():
         return t
     return torch.empty(t.shape, dtype=t.dtype, device=t.device)
@@ -385,11 +398,10 @@ def _bytes_of(t: Tensor) -> Tensor:
 
 
 def _after_fork() -> None:
-    """A forked child must not hold the sockets open: peers would not see this process end."""
+    """A forked child has no part in its parent's groups."""
     for group in list(_live):
         group._cuda.after_fork()  # pyright: ignore[reportPrivateUsage]
-        for s in group._mesh.sockets.values():  # pyright: ignore[reportPrivateUsage]
-            s.close()
+        group._engine.after_fork()  # pyright: ignore[reportPrivateUsage]
     _live.clear()
 
 

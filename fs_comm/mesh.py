@@ -7,6 +7,7 @@ that ends closes its sockets, so its peers learn of it at once, also while idle.
 import contextlib
 import ctypes
 import errno
+import json
 import os
 import secrets
 import select
@@ -66,12 +67,12 @@ class Mesh:
         unix.bind("\0" + unix_name)
         tcp = socket.create_server(("", 0), backlog=self.size)
         unix.listen(self.size)
-        address = f"{self.host}|{os.getpid()}|{unix_name}|{_reachable_address()}|{tcp.getsockname()[1]}"
-        store.set(f"mesh{self.rank}", address)
+        address = [self.host, os.getpid(), unix_name, _reachable_address(), tcp.getsockname()[1]]
+        store.set(f"mesh{self.rank}", json.dumps(address))
         store.wait([f"mesh{r}" for r in range(self.size)], timedelta(seconds=timeout_s))
-        addresses = [store.get(f"mesh{r}").decode().split("|") for r in range(self.size)]
+        addresses = [json.loads(store.get(f"mesh{r}")) for r in range(self.size)]
         self.hosts = [a[0] for a in addresses]
-        self.pids = [int(a[1]) for a in addresses]
+        self.pids = [a[1] for a in addresses]
         deadline = time.monotonic() + timeout_s
         try:
             for peer in range(self.rank):  # lower ranks accept, higher ones call
@@ -81,18 +82,22 @@ class Mesh:
                     s.settimeout(timeout_s)
                     s.connect("\0" + name)
                 else:
-                    s = socket.create_connection((ip, int(port)), timeout=timeout_s)
+                    s = socket.create_connection((ip, port), timeout=timeout_s)
                     _keep_alive(s)
                 s.sendall(self.rank.to_bytes(4, "little"))
                 self.sockets[peer] = s
+            calls = select.poll()
+            calls.register(unix, select.POLLIN)
+            calls.register(tcp, select.POLLIN)
             while len(self.sockets) < self.size - 1:
-                ready, _, _ = select.select([unix, tcp], [], [], max(0.0, deadline - time.monotonic()))
+                ready = calls.poll(1000 * max(0.0, deadline - time.monotonic()))
                 if not ready:
                     missing = [self.name_of(r) for r in range(self.size) if r != self.rank and r not in self.sockets]
                     raise CommTimeout(f"waited {timeout_s:.0f} s for {', '.join(missing)} to connect to the new group")
-                s, _ = ready[0].accept()
+                called = tcp if ready[0][0] == tcp.fileno() else unix
+                s, _ = called.accept()
                 s.settimeout(timeout_s)
-                if ready[0] is tcp:
+                if called is tcp:
                     _keep_alive(s)
                 self.sockets[int.from_bytes(_exactly(s, 4), "little")] = s
         except OSError as error:
@@ -240,6 +245,12 @@ class Mesh:
                     pass  # gone before us
             with contextlib.suppress(OSError):
                 s.shutdown(socket.SHUT_RDWR)  # else another thread of ours that polls would not notice
+            s.close()
+
+    def after_fork(self) -> None:
+        """In a child, which must not hold the sockets open: peers would not see the parent end."""
+        self._is_closed = True
+        for s in self.sockets.values():
             s.close()
 
     def _lost(self, peer: int) -> PeerLost:

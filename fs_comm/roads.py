@@ -33,7 +33,7 @@ def plan_routes(
         CommError: None of the transports joins some two ranks.
     """
     probe = torch.full((8,), mesh.rank, dtype=torch.uint8)
-    allows = os.environ.get("FS_COMM_ATTACH") != "0"
+    allows = not is_forbidden("FS_COMM_ATTACH")
     if allows:
         allow_attach()
     terms = list(transports)
@@ -84,6 +84,18 @@ def open_roads(
         elif road == "gloo":
             opened[road] = GlooRoad(PrefixStore("gloo", store), mesh.rank, mesh.size, timeout_s=setup_s)
     return opened
+
+
+def is_forbidden(name: str) -> bool:
+    """Whether the environment says `name=0`.
+
+    Raises:
+        ValueError: It says what is neither 0 nor 1.
+    """
+    value = os.environ.get(name, "")
+    if value not in ("", "0", "1"):
+        raise ValueError(f"{name} must be 0, to forbid it, or 1, got {value!r}")
+    return value == "0"
 
 
 def tell_all(store: Store, key: str, mesh: Mesh, mine: Any, timeout_s: float) -> list[Any]:

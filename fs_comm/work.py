@@ -1,6 +1,7 @@
 """The handle of an asynchronous operation, as torch.distributed gives it."""
 
 import copy
+import threading
 from datetime import timedelta
 
 import torch
@@ -16,10 +17,8 @@ class ExchangeWork(dist.Work):
     def __init__(self, exchange: Exchange, result: list[torch.Tensor], timeout_s: float) -> None:
         super().__init__()
         self._exchange, self._result, self._timeout_s = exchange, result, timeout_s
-        self._future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
-        exchange.on_done = self._settle
-        if exchange.done.is_set():
-            self._settle()
+        self._future: torch.futures.Future[list[torch.Tensor]] | None = None
+        self._asking = threading.Lock()
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Blocks until the operation is done; a timeout of zero or less means the group's."""
@@ -46,14 +45,23 @@ class ExchangeWork(dist.Work):
         return self._result
 
     def get_future(self) -> "torch.futures.Future[list[torch.Tensor]]":  # pyright: ignore
+        """Its callbacks may wait for other operations, so they run on a thread of their own, never on the engine's."""
+        with self._asking:
+            if self._future is None:
+                self._future = torch.futures.Future()
+                if self.is_completed():
+                    self._settle(self._future)
+                else:
+                    threading.Thread(
+                        target=self._settle, args=(self._future,), name="fs_comm_future", daemon=True
+                    ).start()
         return self._future
 
-    def _settle(self) -> None:
-        if self._future.done():
-            return
+    def _settle(self, future: "torch.futures.Future[list[torch.Tensor]]") -> None:
+        self._exchange.done.wait()
         if self._exchange.error is None:
-            self._future.set_result(self._result)
+            future.set_result(self._result)
         else:
             # A copy: the error that `wait` raises refers to the caller's frames, and so to this work; a ring that leads
             # through the future is out of the garbage collector's sight, and would keep the group for ever.
-            self._future.set_exception(copy.copy(self._exchange.error))  # pyright: ignore[reportArgumentType]
+            future.set_exception(copy.copy(self._exchange.error))  # pyright: ignore[reportArgumentType]

@@ -24,6 +24,7 @@ _SMALL_BYTES = 128 << 10
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc_held = ctypes.PyDLL(None, use_errno=True)
+_libc_held.memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _PR_SET_PTRACER, _PR_SET_PTRACER_ANY = 0x59616D61, ctypes.c_ulong(-1)
 
 
@@ -41,7 +42,7 @@ def copy(out: Tensor, source: Tensor) -> None:
     if len(source) > _SMALL_BYTES:
         out.copy_(source)
     elif len(source):
-        ctypes.memmove(out.data_ptr(), source.data_ptr(), len(source))
+        _libc_held.memmove(out.data_ptr(), source.data_ptr(), len(source))
 
 
 def read_from(pid: int, address: int, out: Tensor) -> None:

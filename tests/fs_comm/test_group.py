@@ -145,6 +145,8 @@ def _wrong_arguments() -> list[str]:
         lambda: dist.all_to_all_single(torch.empty(4), torch.zeros(4), [1, 2], [2, 2], group=group),
         lambda: dist.all_to_all_single(torch.empty(3), torch.zeros(3), group=group),
         lambda: dist.all_gather([torch.empty(2)] * 2, torch.zeros(3), group=group),
+        lambda: dist.all_to_all_single(torch.zeros(1).expand(2), torch.zeros(2), group=group),
+        lambda: dist.all_gather([torch.empty(2)] * 2, torch.zeros(2).to_sparse(), group=group),
     ):
         try:
             call()
@@ -159,9 +161,11 @@ def _wrong_arguments() -> list[str]:
 
 def test_wrong_arguments_are_refused_before_anything_is_sent(ranks: Ranks) -> None:
     for texts in ranks(2).run(_wrong_arguments):
-        assert len(texts) == 3
+        assert len(texts) == 5
         assert "add up to 4 rows" in texts[0]
         assert "that 2 ranks divide, got 3" in texts[1]
+        assert "a place for each element, got shape [2], strides [0]" in texts[3]
+        assert "must be dense, got a torch.sparse_coo one" in texts[4]
 
 
 def test_a_job_can_begin_by_the_backends_name() -> None:
@@ -184,3 +188,122 @@ def _subgroup() -> list[str]:
 
 def test_a_rank_outside_is_told_so_and_a_groups_transports_are_its_own(ranks: Ranks) -> None:
     assert ranks(2).run(_subgroup) == [["member", "shm"], ["True", "shm"]]
+
+
+def _modes_of_the_caller() -> None:
+    group, num_rows = fs_comm.new_group(timeout_s=20.0), 200_000  # what a rank keeps is copied by torch then
+    with torch.inference_mode():
+        source, out, wide = torch.ones(num_rows), torch.zeros(num_rows), torch.zeros(num_rows, 2)
+        for o in (out, wide[:, 0]):
+            work = dist.all_to_all_single(o, source, group=group, async_op=True)
+            assert work is not None
+            assert work.wait()
+            assert (o == 1).all()
+    weight = torch.nn.Parameter(torch.zeros(num_rows, 2))
+    with torch.no_grad():
+        work = dist.all_to_all_single(weight[:, 1], torch.ones(num_rows), group=group, async_op=True)
+        assert work is not None
+        assert work.wait()
+    assert weight.sum() == num_rows
+
+
+def test_outputs_that_only_the_callers_mode_may_write_to_are_written_to(ranks: Ranks) -> None:
+    ranks(2).run(_modes_of_the_caller)
+
+
+def _hook_that_waits() -> float:
+    """As torch's quantization hooks: what is done with one operation's result begins another, and waits for it."""
+    group = fs_comm.new_group(timeout_s=20.0)
+
+    def gather_twice(_: None, bucket) -> torch.futures.Future[torch.Tensor]:
+        gradient, parts = bucket.buffer(), [torch.empty_like(bucket.buffer()) for _ in range(2)]
+
+        def mean(_: object) -> torch.Tensor:
+            dist.all_gather(parts, gradient.clone(), group=group)
+            work = dist.all_gather(parts, gradient.clone(), group=group, async_op=True)
+            assert work is not None
+            work.get_future().wait()
+            return gradient.copy_((parts[0] + parts[1]) / 2)
+
+        work = dist.all_gather([torch.empty_like(gradient) for _ in range(2)], gradient, group=group, async_op=True)
+        assert work is not None
+        return work.get_future().then(mean)  # pyright: ignore[reportReturnType]
+
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(20_000, 1, bias=False), process_group=group)
+    model.register_comm_hook(None, gather_twice)
+    model(torch.full((1, 20_000), float(dist.get_rank()))).sum().backward()
+    return model.module.weight.grad.mean().item()
+
+
+def test_what_follows_an_operation_may_wait_for_another(ranks: Ranks) -> None:
+    assert ranks(2).run(_hook_that_waits) == [0.5, 0.5]
+
+
+def _in_a_forked_child() -> list[str]:
+    group = fs_comm.new_group(timeout_s=20.0)
+    reader, writer = os.pipe()
+    for async_op in (False, True):
+        if not (child := os.fork()):
+            try:
+                work = dist.all_gather([torch.empty(2)] * 2, torch.zeros(2), group=group, async_op=async_op)
+                os.write(writer, f"no error, {work}\n".encode())
+            except BaseException as error:
+                os.write(writer, f"{type(error).__name__}: {error}\n".encode())
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+    os.close(writer)
+    with open(reader) as found:
+        texts = found.read().splitlines()
+    dist.all_gather([torch.empty(2)] * 2, torch.zeros(2), group=group)  # the parent's is of use as before
+    return texts
+
+
+def test_a_forked_child_is_told_that_the_group_is_its_parents(ranks: Ranks) -> None:
+    for texts in ranks(2).run(_in_a_forked_child):
+        assert len(texts) == 2
+        assert all(re.match("GroupClosed: .*made before this process was forked", t) for t in texts), texts
+
+
+def _with_many_files() -> str:
+    held = [os.dup(0) for _ in range(1100)]  # a descriptor of 1024 and more is beyond what select() can look at
+    os.environ["FS_COMM_HOST"] = "rack 1 | host 2"
+    try:
+        group = fs_comm.new_group(timeout_s=20.0)
+        assert isinstance(group, fs_comm.SmFreeGroup)
+        return group.host
+    finally:
+        del os.environ["FS_COMM_HOST"]
+        for fd in held:
+            os.close(fd)
+
+
+def test_a_group_is_made_with_a_thousand_files_open_and_any_name_of_a_host(ranks: Ranks) -> None:
+    assert ranks(2).run(_with_many_files) == ["rack 1 | host 2"] * 2
+
+
+def _bad_switch() -> str:
+    os.environ["FS_COMM_ATTACH"] = "off"
+    try:
+        fs_comm.new_group(timeout_s=20.0)
+    except ValueError as error:
+        return str(error)
+    finally:
+        del os.environ["FS_COMM_ATTACH"]
+    return "no error"
+
+
+def test_a_switch_that_is_neither_on_nor_off_is_refused(ranks: Ranks) -> None:
+    assert ranks(2).run(_bad_switch) == ["FS_COMM_ATTACH must be 0, to forbid it, or 1, got 'off'"] * 2
+
+
+def _splits_of_tensors() -> list[float]:
+    group, rank = fs_comm.new_group(timeout_s=20.0), dist.get_rank()
+    counts = torch.tensor([1, 2])
+    out = torch.empty(2 * (rank + 1))
+    dist.all_to_all_single(out, torch.full((3,), float(rank)), counts[[rank, rank]], counts, group=group)  # pyright: ignore
+    return out.tolist()
+
+
+def test_splits_may_be_a_tensor(ranks: Ranks) -> None:
+    assert ranks(2).run(_splits_of_tensors) == [[0.0, 1.0], [0.0, 0.0, 1.0, 1.0]]
