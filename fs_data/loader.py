@@ -1,10 +1,14 @@
 """BalancedDataLoader: wraps any loader so that every rank's batches take about the same time."""
 
+import contextlib
 import io
 import logging
+import os
 import socket
 import sys
+import threading
 import warnings
+import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
@@ -37,7 +41,7 @@ from fs_data.reader import Reader, has_state
 from fs_data.schema import BatchSchema
 from fs_data.stats import LoaderStats, ScalarWriter, Totals, write_scalars
 from fs_data.weights import GivenBatches
-from fs_data.world import make_world
+from fs_data.world import Ranks, make_world
 
 logger = logging.getLogger(__name__)
 
@@ -170,6 +174,9 @@ class BalancedDataLoader(Generic[T_co]):
         self._times = ComputeTimes()
         self._attachment: Attachment | None = None
         self._feeds: list[Feeds] = []
+        self._threads: list[threading.Thread] = []  # of the last pass
+        if group is None and isinstance(self._world, Ranks):
+            weakref.finalize(self, _release, os.getpid(), self._threads, self._world.group).atexit = False
         self._pipeline: Pipeline | None = None
         self._own_state: dict[str, Any] | None = None
         self._resume: dict[str, Any] | None = None
@@ -222,6 +229,7 @@ class BalancedDataLoader(Generic[T_co]):
             tells_last=self._exchange.planner.max_wait > 0,  # samples must not wait for a step that never comes
         )
         self._pipeline = Pipeline(self._world, self._exchange, reader, self._lane)
+        self._threads[:] = [self._pipeline.thread]
         return self._pipeline
 
     def _next(self, pipeline: Pipeline) -> Handed | None:
@@ -438,6 +446,15 @@ class BalancedDataLoader(Generic[T_co]):
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._loader, name)
+
+
+def _release(pid: int, threads: list[threading.Thread], group: dist.ProcessGroup) -> None:
+    """Ends the group of a loader that is gone; one whose thread still waits for other ranks stays."""
+    for thread in threads:
+        thread.join(1.0)
+    if os.getpid() == pid and not any(t.is_alive() for t in threads) and dist.is_initialized():
+        with contextlib.suppress(ValueError):  # torch.distributed was initialized anew
+            dist.destroy_process_group(group)
 
 
 def _len(loader: object) -> int:

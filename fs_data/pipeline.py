@@ -78,10 +78,10 @@ class Pipeline:
         self._in_step = threading.Semaphore(0)
         self._outcome: BaseException | None = None
         self._over = False
-        self._thread = threading.Thread(target=self._run, name="fs_data exchange", daemon=True)
+        self.thread = threading.Thread(target=self._run, name="fs_data exchange", daemon=True)
         _live.add(self)
         _register_goodbye()
-        self._thread.start()
+        self.thread.start()
 
     def next(self, optimizer_steps: int = 0, compute_ns: int = -1) -> Handed | None:
         """The next batch and the one after it; None at the end. Raises what stopped the pass, again at every call."""
@@ -119,8 +119,8 @@ class Pipeline:
 
     def join(self, timeout_s: float) -> bool:
         """Waits for the thread to end after `stop` or the last batch; whether it did."""
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        self.thread.join(timeout_s)
+        return not self.thread.is_alive()
 
     def _run(self) -> None:
         try:

@@ -88,3 +88,24 @@ def _passes() -> tuple[int, int]:
 def test_passes_leave_no_threads_behind(ranks: Ranks) -> None:
     for second, tenth in ranks(2).run(_passes):
         assert second == tenth
+
+
+def _come_and_go(num_loaders: int) -> list[tuple[int, int]]:
+    """Descriptors and threads after each loader is gone: closed, left by all ranks, or run to its end."""
+    seen: list[tuple[int, int]] = []
+    for i in range(num_loaders):
+        loader = BalancedDataLoader(Endless(3), partitioner=zigzag, timeout_s=60)
+        for _ in loader:
+            if i % 3 == 1:
+                break
+        if i % 3 == 2:
+            loader.close()
+        del loader
+        gc.collect()
+        seen.append((len(os.listdir("/proc/self/fd")), threading.active_count()))
+    return seen
+
+
+def test_loaders_that_are_gone_leave_no_groups_behind(ranks: Ranks) -> None:
+    for seen in ranks(2).run(_come_and_go, 12):
+        assert seen[-1] == seen[2], seen
