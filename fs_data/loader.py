@@ -404,7 +404,10 @@ class BalancedDataLoader(Generic[T_co]):
         if key not in state:
             raise ValueError(f"the state has no '{key}': it is that of another rank ({sorted(state)})")
         self._supersede("a state was loaded")
-        own = torch.load(io.BytesIO(state[key]), weights_only=True)
+        try:
+            own = torch.load(io.BytesIO(state[key]), weights_only=True)
+        except Exception as e:
+            raise ValueError(f"the state's '{key}' must be as state_dict() gave it, and cannot be read: {e}") from e
         if own["inner"] is not None:
             if not has_state(self._loader):
                 raise ValueError(

@@ -35,7 +35,11 @@ class Reader:
             self._last = Raw(state=snapshot(loader, self._count, exhausted=True))
             return
         # On the caller's thread, as without balancing: a DataLoader draws its seed and starts its workers here.
-        iterator = iter(loader)
+        try:
+            iterator = iter(loader)
+        except Exception as e:
+            self._last = Raw(error=e)  # told to all ranks, as of any batch
+            return
         self._thread = threading.Thread(target=self._run, args=(iterator,), name="fs_data reader", daemon=True)
         self._thread.start()
 

@@ -132,6 +132,11 @@ def test_a_state_without_the_wrapped_loaders_draws_and_drops(ranks: Ranks) -> No
     assert ranks(2).run(_change_to_a_stateful_loader)[0] == [[6, 7], [8, 9]]
 
 
+def test_a_state_that_cannot_be_read_says_so() -> None:
+    with balanced(Batches([2])) as loader, pytest.raises(ValueError, match="'dp_rank_0' must be as state_dict"):
+        loader.load_state_dict(loader.state_dict() | {"dp_rank_0": b"cut"})
+
+
 # ---- leaving --------------------------------------------------------------------------------------------------------
 
 

@@ -97,6 +97,25 @@ def test_negative_weights_are_refused(ranks: Ranks) -> None:
         ranks(2).run(_bad_weights)
 
 
+class Unopened(Batches):
+    """Fails before its first batch on rank 1."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        if self.rank == 1:
+            raise OSError("no shards")
+        return super().__iter__()
+
+
+def _read_unopened() -> None:
+    with balanced(Unopened([2] * 2)) as loader:
+        users_of(loader)
+
+
+def test_a_loader_that_cannot_begin_on_one_rank_reaches_all(ranks: Ranks) -> None:
+    with pytest.raises(RankFailure, match=on_every_rank(2, "RankFailed: rank 1 failed at batch 0: OSError: no shards")):
+        ranks(2).run(_read_unopened)
+
+
 class Slow(Batches):
     def __iter__(self) -> Iterator[Batch]:
         yield from super().__iter__()
