@@ -82,7 +82,7 @@ class Engine:
 
     def _number(self, exchange: Exchange) -> None:
         if self._failed is not None:
-            raise GroupClosed(f"the group failed before and is of no use any more: {self._failed}") from self._failed
+            raise GroupClosed(f"the group failed before and is of no use any more: {self._why()}") from self._failed
         if self._closing:
             raise GroupClosed("the group was shut down; make a new one")
         self._sequence += 1
@@ -103,7 +103,7 @@ class Engine:
     def _carry_out(self, x: Exchange) -> None:
         try:
             if self._failed is not None:
-                raise GroupClosed(f"the group failed before: {self._failed}") from self._failed
+                raise GroupClosed(f"the group failed before: {self._why()}") from self._failed
             with torch.inference_mode():  # what may be written to is the caller's modes to say, not this thread's
                 self._exchange(x)
                 x.finish()
@@ -117,10 +117,14 @@ class Engine:
         if self._failed is None:
             self._failed = error
             lost = " ".join(map(str, self.mesh.lost()))
-            text = f"{type(error).__name__} {lost}\n{error}".encode()[:4096]
+            text = f"{type(error).__name__} {lost}\n{self._why()}".encode()[:4096]
             self.mesh.close(Header(Kind.FAILED, self._sequence, payload=len(text)), text)
             for road in self._roads:
                 road.break_off()
+
+    def _why(self) -> str:
+        """It failed; some errors, such as KeyboardInterrupt, have a name only."""
+        return str(self._failed) or type(self._failed).__name__
 
     def _exchange(self, x: Exchange) -> None:
         turn = Turn(x, self.mesh, timeout_s=self.timeout_s, between=self._advance)

@@ -54,9 +54,11 @@ class GlooRoad:
     def break_off(self) -> None:
         # gloo can be told to stop in one way only: when a wait runs out of time, it closes all of its group's
         # connections, and so all waits end, here and at the peers.
+        if (group := self._group) is None:  # closed before
+            return
         with contextlib.suppress(RuntimeError):
             peer = (self._rank + 1) % self._size
-            self._group.recv([torch.empty(1, dtype=torch.uint8)], peer, 1).wait(timedelta(milliseconds=1))
+            group.recv([torch.empty(1, dtype=torch.uint8)], peer, 1).wait(timedelta(milliseconds=1))
 
     def close(self) -> None:
         self._group = None

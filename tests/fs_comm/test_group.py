@@ -307,3 +307,37 @@ def _splits_of_tensors() -> list[float]:
 
 def test_splits_may_be_a_tensor(ranks: Ranks) -> None:
     assert ranks(2).run(_splits_of_tensors) == [[0.0, 1.0], [0.0, 0.0, 1.0, 1.0]]
+
+
+def _interrupted() -> list[str]:
+    group, texts = fs_comm.new_group(timeout_s=20.0), []
+    if dist.get_rank() == 0:
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    else:
+        dist.broadcast(torch.zeros(1), 0)
+    for _ in range(2):
+        try:
+            dist.all_gather([torch.empty(2)] * 2, torch.zeros(2), group=group)
+        except KeyboardInterrupt:
+            dist.broadcast(torch.zeros(1), 0)
+        except fs_comm.CommError as error:
+            texts.append(str(error))
+    return texts
+
+
+def test_an_interrupted_operation_is_named_to_those_that_hear_of_it(ranks: Ranks) -> None:
+    here, there = ranks(2).run(_interrupted)
+    assert here == ["the group failed before and is of no use any more: KeyboardInterrupt"]
+    assert there[0] == "rank 0 gave the group up: KeyboardInterrupt"
+
+
+def _aborted_after_shutdown() -> None:
+    for transport in ("shm", "gloo"):
+        group = fs_comm.new_group(transports=(transport,), timeout_s=20.0)
+        assert isinstance(group, fs_comm.SmFreeGroup)
+        group.shutdown()
+        group.abort()
+
+
+def test_a_group_may_be_aborted_after_it_was_shut_down(ranks: Ranks) -> None:
+    ranks(2).run(_aborted_after_shutdown)
