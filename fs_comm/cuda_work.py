@@ -13,6 +13,7 @@ from fs_comm.cuda_engine import CudaEngine
 from fs_comm.cuda_job import Job
 from fs_comm.cuda_pinned import PinnedEngine
 from fs_comm.errors import CommTimeout
+from fs_comm.work import CALLBACKS
 
 
 class CudaWork(dist.Work):
@@ -68,9 +69,7 @@ class CudaWork(dist.Work):
                 if self._job.given.is_set():
                     self._settle(self._future)
                 else:
-                    threading.Thread(
-                        target=self._settle, args=(self._future,), name="fs_comm_future", daemon=True
-                    ).start()
+                    threading.Thread(target=self._settle, args=(self._future,), name=CALLBACKS, daemon=True).start()
         return self._future
 
     def _settle(self, future: "torch.futures.Future[Any]") -> None:

@@ -17,6 +17,9 @@ from fs_comm.mesh import Mesh
 from fs_comm.transports.memory import copy
 from fs_comm.wire import Header, Kind
 
+EXIT_S = 5.0
+"""How long a process that ends waits for an exchange to break off, and for callbacks."""
+
 
 class Engine:
     """Runs exchanges.
@@ -73,6 +76,18 @@ class Engine:
         """Fails what is under way, here and at the peers."""
         self._fail(GroupClosed("the group was aborted"))
         self.close()
+
+    def at_exit(self) -> None:
+        """As the process ends: ends what is under way; else torch aborts a process with threads in it."""
+        if self._num_queued and self._failed is None:
+            self._failed = GroupClosed("the process is ending")
+            self.mesh.close(None)  # to peers, this one has ended
+            for road in self._roads:
+                road.break_off()
+            with self._order:
+                self._closing = True
+                self._queue.put(None)
+            self._thread.join(EXIT_S)
 
     def after_fork(self) -> None:
         """In the child, which has none of this engine's threads."""

@@ -6,7 +6,9 @@ Registered with torch.distributed as backend `"smfree"`. Methods have the names 
 # One method serves several of torch's spellings, whose parameters have other names in each version.
 # pyright: reportAssignmentType=false, reportIncompatibleMethodOverride=false
 
+import atexit
 import os
+import threading
 import time
 import weakref
 from collections.abc import Sequence
@@ -22,14 +24,14 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from fs_comm.cuda_road import CudaRoad
-from fs_comm.engine import Engine
+from fs_comm.engine import EXIT_S, Engine
 from fs_comm.exchange import Exchange
 from fs_comm.inner_group import WithInnerGroup
 from fs_comm.mesh import Mesh
 from fs_comm.roads import ROADS, open_roads, plan_routes, tell_all
 from fs_comm.topology import TRANSPORTS, summary
 from fs_comm.wire import DTYPE_NUMBER, Op
-from fs_comm.work import ExchangeWork
+from fs_comm.work import CALLBACKS, ExchangeWork
 
 BACKEND = "smfree"
 
@@ -405,4 +407,14 @@ def _after_fork() -> None:
     _live.clear()
 
 
+def _at_exit() -> None:
+    for group in list(_live):
+        group._engine.at_exit()  # pyright: ignore[reportPrivateUsage]
+    deadline = time.monotonic() + EXIT_S
+    for thread in threading.enumerate():
+        if thread.name == CALLBACKS:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+
 os.register_at_fork(after_in_child=_after_fork)
+atexit.register(_at_exit)

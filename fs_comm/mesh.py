@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 from datetime import timedelta
 
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from fs_comm.errors import CommError, CommTimeout, GroupClosed, Mismatch, PeerLost
 from fs_comm.wire import HEADER_BYTES, Header, Kind
@@ -67,7 +67,7 @@ class Mesh:
         unix.bind("\0" + unix_name)
         tcp = socket.create_server(("", 0), backlog=self.size)
         unix.listen(self.size)
-        address = [self.host, os.getpid(), unix_name, _reachable_address(), tcp.getsockname()[1]]
+        address = [self.host, os.getpid(), unix_name, _reachable_address(store), tcp.getsockname()[1]]
         store.set(f"mesh{self.rank}", json.dumps(address))
         store.wait([f"mesh{r}" for r in range(self.size)], timedelta(seconds=timeout_s))
         addresses = [json.loads(store.get(f"mesh{r}")) for r in range(self.size)]
@@ -322,7 +322,7 @@ def _host() -> str:
         return socket.gethostname()
 
 
-def _reachable_address() -> str:
+def _reachable_address(store: Store) -> str:
     """Where other hosts find this one: the interface that gloo uses, else that of the master's route."""
     name = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if name:
@@ -334,7 +334,14 @@ def _reachable_address() -> str:
         return socket.inet_ntoa(packed[20:24])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
         try:
-            s.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), 9))
+            s.connect((_master(store), 9))
             return s.getsockname()[0]
         except OSError:
             return "127.0.0.1"
+
+
+def _master(store: Store) -> str:
+    """The host that all ranks have reached: jobs that begin by `tcp://…` have no MASTER_ADDR."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store.host if isinstance(store, TCPStore) else os.environ.get("MASTER_ADDR", "127.0.0.1")

@@ -10,6 +10,9 @@ import torch.distributed as dist
 from fs_comm.errors import CommTimeout
 from fs_comm.exchange import Exchange
 
+CALLBACKS = "fs_comm_future"
+"""Name of the threads that settle futures."""
+
 
 class ExchangeWork(dist.Work):
     """`wait` raises what went wrong; nothing is lost in a future that hides it."""
@@ -52,9 +55,7 @@ class ExchangeWork(dist.Work):
                 if self.is_completed():
                     self._settle(self._future)
                 else:
-                    threading.Thread(
-                        target=self._settle, args=(self._future,), name="fs_comm_future", daemon=True
-                    ).start()
+                    threading.Thread(target=self._settle, args=(self._future,), name=CALLBACKS, daemon=True).start()
         return self._future
 
     def _settle(self, future: "torch.futures.Future[list[torch.Tensor]]") -> None:

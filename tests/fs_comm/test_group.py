@@ -341,3 +341,30 @@ def _aborted_after_shutdown() -> None:
 
 def test_a_group_may_be_aborted_after_it_was_shut_down(ranks: Ranks) -> None:
     ranks(2).run(_aborted_after_shutdown)
+
+
+_ENDS_EARLY = """
+import sys, time
+import torch, torch.distributed as dist
+import fs_comm
+
+store = dist.FileStore(sys.argv[2], 2)
+dist.init_process_group("gloo", store=store, rank=int(sys.argv[1]), world_size=2)
+group = fs_comm.new_group(timeout_s=20.0)
+out = torch.empty(60_000_000)
+work = dist.all_to_all_single(out, torch.ones_like(out), group=group, async_op=True)
+work.get_future().then(lambda _: None)
+time.sleep(0.02)
+raise SystemExit(3)
+"""
+
+
+def test_a_process_that_ends_with_an_operation_under_way_keeps_its_exit_code(tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+    command = (sys.executable, "-c", _ENDS_EARLY)
+    ranks = [subprocess.Popen((*command, str(r), tmp_path / "store"), env=environment) for r in range(2)]
+    try:
+        assert [p.wait(60) for p in ranks] == [3, 3]
+    finally:
+        for p in ranks:
+            p.kill()

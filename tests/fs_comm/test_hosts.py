@@ -1,5 +1,6 @@
 """Groups over two hosts: shared memory within, gloo between, and a cable that is pulled."""
 
+import os
 import time
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 import fs_comm
+from fs_comm.mesh import Mesh
 from tests.fs_comm.hosts import TwoHosts, begun, why_not
 
 
@@ -50,6 +52,26 @@ def test_ranks_of_a_host_meet_in_memory_and_others_over_the_network() -> None:
         assert outcome.ok, outcome.error
         expected = {p: "shm" if p // 2 == rank // 2 else "gloo" for p in range(4) if p != rank}
         assert outcome.value == expected
+
+
+def _meet_by_the_store_alone() -> list[str]:
+    for name in ("MASTER_ADDR", "GLOO_SOCKET_IFNAME"):
+        os.environ.pop(name, None)
+    store = dist.TCPStore("10.78.0.1", 29_501, 2, is_master=dist.get_rank() == 0)  # pyright: ignore
+    mesh = Mesh(
+        dist.PrefixStore("group", store), dist.get_rank(), 2, timeout_s=20.0, name_of=lambda rank: f"rank {rank}"
+    )
+    try:
+        return [s.getpeername()[0] for s in mesh.sockets.values()]
+    finally:
+        dist.barrier()  # the first rank has the store
+        mesh.close(None)
+
+
+def test_hosts_of_a_job_that_began_by_the_address_of_a_store_find_each_other() -> None:
+    with TwoHosts() as hosts:
+        first, second = hosts.outcomes(_meet_by_the_store_alone, ranks_per_host=1)
+    assert (first.value, second.value) == (["10.78.0.2"], ["10.78.0.1"]), (first, second)
 
 
 def _be_cut_off(op: str) -> tuple[str, str, float, str]:
