@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 _LIBRARY = torch.library.Library("fs_kernels", "DEF")
 
@@ -42,11 +43,30 @@ def register(
     op = getattr(torch.ops.fs_kernels, name).default
 
     def call(*args: Any) -> Any:
-        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or not all(map(_is_plain, args)):  # pyright: ignore[reportPrivateUsage]
+        if torch.compiler.is_compiling():
+            return op(*args)
+        # The dispatcher would drop them in silence.
+        if forward_ad._current_level >= 0 and any(map(_has_tangent, args)):  # pyright: ignore[reportPrivateUsage]
+            raise NotImplementedError(f"{name} has no forward-mode derivative; use backward()")
+        if _has_transforms() or not all(map(_is_plain, args)):
             return op(*args)
         return run(*args)
 
     return call
+
+
+def _has_transforms() -> bool:
+    """Whether a mode or a transform of torch.func, such as `vmap`, is at work."""
+    return (
+        torch._C._len_torch_dispatch_stack() > 0  # pyright: ignore[reportPrivateUsage]
+        or torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore
+    )
+
+
+def _has_tangent(x: Any) -> bool:
+    if isinstance(x, Tensor):
+        return forward_ad.unpack_dual(x).tangent is not None
+    return isinstance(x, list) and any(map(_has_tangent, x))
 
 
 def _is_plain(x: Any) -> bool:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from fs_kernels._checks import check_index
+from fs_kernels._checks import check_devices, check_index
 from fs_kernels._dispatch import Impl, resolve_impl
 from fs_kernels._library import register
 
@@ -15,6 +15,7 @@ def collision_split(ids: Tensor, other: Tensor, *, impl: Impl = "auto") -> Tenso
     """
     check_index(ids, "ids")
     check_index(other, "other")
+    check_devices(ids, other=other)
     return _collision_split(ids, other, impl)
 
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from fs_kernels._checks import check_index, check_offsets
+from fs_kernels._checks import check_bounds, check_devices, check_ends, check_index, check_offsets, check_values
 from fs_kernels._dispatch import Impl, resolve_impl
 from fs_kernels._library import register
 
@@ -23,15 +23,20 @@ def jagged_permute(
     Returns:
         Values `(N', ...)` and offsets `(M + 1,)` int64. Gradients flow to `values`.
     """
+    check_values(values)
     check_offsets(offsets)
     check_index(index)
+    check_devices(values, offsets=offsets, index=index)
     return _jagged_permute(values, offsets, index, out_size, impl)
 
 
 def reference(values: Tensor, offsets: Tensor, index: Tensor, out_size: int | None) -> tuple[Tensor, Tensor]:
     """The definition: value n of output row m is value n of input row `index[m]`."""
     out_offsets = offsets_of(offsets.diff().index_select(0, index))
-    out_size = int(out_offsets[-1]) if out_size is None else out_size
+    if out_size is None:
+        out_size = int(out_offsets[-1])
+    elif out_offsets.is_cpu and out_size != int(out_offsets[-1]):
+        raise ValueError(f"out_size must be {int(out_offsets[-1])}, the number of values of these rows, got {out_size}")
     return values.index_select(0, source_places(offsets, index, out_offsets, out_size)), out_offsets
 
 
@@ -50,6 +55,8 @@ def source_places(offsets: Tensor, index: Tensor, out_offsets: Tensor, out_size:
 
 
 def _run(values: Tensor, offsets: Tensor, index: Tensor, out_size: int | None, impl: Impl) -> tuple[Tensor, Tensor]:
+    check_ends(offsets, values.shape[0], whole=False)
+    check_bounds(index, 0, offsets.shape[0] - 1)
     if resolve_impl(impl, values) == "reference":
         return reference(values, offsets, index, out_size)
     from fs_kernels.jagged_permute_triton import jagged_permute_triton

@@ -79,12 +79,12 @@ def _gather(values: Tensor, ends: Tensor, starts: Tensor, out_size: int) -> Tens
 def jagged_permute_triton(
     values: Tensor, offsets: Tensor, index: Tensor, out_size: int | None
 ) -> tuple[Tensor, Tensor]:
-    values = values.contiguous()
+    values, offsets, index = values.contiguous(), offsets.contiguous(), index.contiguous()
     ends, starts = _plan(values, offsets, index, 1, len(index))
     return _gather(values, ends, starts, int(ends[-1]) if out_size is None else out_size), ends
 
 
 def keyed_transpose_triton(values: Tensor, offsets: Tensor, num_outer: int) -> tuple[Tensor, Tensor]:
-    values = values.contiguous()
+    values, offsets = values.contiguous(), offsets.contiguous()
     ends, starts = _plan(values, offsets, None, num_outer, len(offsets) - 1)
     return _gather(values, ends, starts, len(values)), ends

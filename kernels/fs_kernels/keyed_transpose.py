@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from fs_kernels._checks import check_offsets
+from fs_kernels._checks import check_devices, check_ends, check_offsets, check_values
 from fs_kernels._dispatch import Impl, resolve_impl
 from fs_kernels._library import register
 from fs_kernels.jagged_permute import reference as permute_rows
@@ -24,7 +24,9 @@ def keyed_transpose(values: Tensor, offsets: Tensor, num_outer: int, *, impl: Im
     Returns:
         Values `(N, ...)` and offsets like those given. Gradients flow to `values`.
     """
+    check_values(values)
     check_offsets(offsets)
+    check_devices(values, offsets=offsets)
     num_rows = offsets.shape[0] - 1
     if num_outer < 1 or num_rows % num_outer:
         raise ValueError(f"num_outer must be at least 1 and divide the {num_rows} rows, got {num_outer}")
@@ -38,6 +40,7 @@ def reference(values: Tensor, offsets: Tensor, num_outer: int) -> tuple[Tensor, 
 
 
 def _run(values: Tensor, offsets: Tensor, num_outer: int, impl: Impl) -> tuple[Tensor, Tensor]:
+    check_ends(offsets, values.shape[0])
     if resolve_impl(impl, values) == "reference":
         return reference(values, offsets, num_outer)
     from fs_kernels.jagged_permute_triton import keyed_transpose_triton

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from fs_kernels._checks import check_index, check_rows
+from fs_kernels._checks import check_bounds, check_devices, check_index, check_rows
 from fs_kernels._dispatch import Impl, resolve_impl
 from fs_kernels._library import register
 from fs_kernels.segment_sum import places_of, segment_sum
@@ -33,6 +33,7 @@ def merge_rows(first: Tensor, second: Tensor, source: Tensor, *, impl: Impl = "a
             f"{tuple(second.shape)} {second.dtype}"
         )
     check_index(source, "source")
+    check_devices(first, second=second, source=source)
     return _merge_rows(first, second, source, impl)
 
 
@@ -46,6 +47,7 @@ def reference(first: Tensor, second: Tensor, source: Tensor) -> Tensor:
 
 
 def _run(first: Tensor, second: Tensor, source: Tensor, impl: Impl) -> Tensor:
+    check_bounds(source, -second.shape[0], first.shape[0], "source")
     if resolve_impl(impl, first) == "reference":
         return reference(first, second, source)
     from fs_kernels.merge_rows_triton import merge_rows_triton

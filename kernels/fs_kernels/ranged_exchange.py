@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from fs_kernels._checks import check_index, check_offsets
+from fs_kernels._checks import check_bounds, check_devices, check_ends, check_index, check_offsets, check_values
 from fs_kernels._dispatch import Impl, resolve_impl
 from fs_kernels._library import register
 from fs_kernels.jagged_permute import offsets_of, source_places
@@ -53,7 +53,7 @@ def ranged_dispatch(
         `block_offsets` `(R + 1,)` int64, in its elements. Gradients flow to columns of a common dtype.
     """
     values, offsets, keys = _check_columns(columns, num_keys)
-    _check_ranges(bounds, index, block_offsets)
+    _check_ranges(values, offsets, bounds, index, block_offsets)
     return _dispatch(values, offsets, keys, bounds, index, block_offsets, out_size, impl)
 
 
@@ -86,7 +86,8 @@ def ranged_combine(
         Values `(N, ...)` of each column. Gradients flow to `blocks`.
     """
     values, offsets, keys = _check_columns(like, num_keys, are_empty=True)
-    _check_ranges(bounds, index, block_offsets)
+    _check_ranges(values, offsets, bounds, index, block_offsets)
+    check_devices(bounds, blocks=blocks)
     if blocks.dim() != 1 or blocks.shape[0] * blocks.element_size() % ALIGNMENT:
         raise ValueError(f"blocks must be (P,) of a multiple of {ALIGNMENT} bytes, got {tuple(blocks.shape)}")
     if blocks.dtype != buffer_dtype(values):
@@ -116,6 +117,7 @@ def _check_columns(
     counts: list[int] = []
     given = [(o.shape[0] - 1) // k for (_, o), k in zip(columns, keys, strict=True) if o is not None]
     for i, ((v, o), k) in enumerate(zip(columns, keys, strict=True)):
+        check_values(v, f"values of column {i}")
         if o is None:
             num_rows = given[0] * k if are_empty and given else v.shape[0]
             o = torch.arange(num_rows + 1, device=v.device)
@@ -130,8 +132,13 @@ def _check_columns(
     return values, offsets, keys
 
 
-def _check_ranges(bounds: Tensor, index: Tensor | None, block_offsets: Tensor | None) -> None:
+def _check_ranges(
+    values: list[Tensor], offsets: list[Tensor], bounds: Tensor, index: Tensor | None, block_offsets: Tensor | None
+) -> None:
     check_offsets(bounds, "bounds")
+    check_devices(bounds, index=index, block_offsets=block_offsets)
+    for v, o in zip(values, offsets, strict=True):
+        check_devices(bounds, values=v, offsets=o)
     if index is not None:
         check_index(index)
     if block_offsets is not None:
@@ -140,6 +147,29 @@ def _check_ranges(bounds: Tensor, index: Tensor | None, block_offsets: Tensor | 
             raise ValueError(
                 f"block_offsets must be (R + 1,) as bounds are, got {tuple(block_offsets.shape)} for "
                 f"{bounds.shape[0] - 1} ranks"
+            )
+
+
+def _check_samples(
+    offsets: list[Tensor], sizes: list[int], num_keys: list[int], bounds: Tensor, index: Tensor | None, item: int,
+    block_offsets: Tensor | None, *, whole: bool,
+) -> None:  # fmt: skip
+    """The values, on a CPU, of what says where samples lie; `item` is the size of an element of the buffer.
+
+    Columns that are not `whole` may have values that belong to no sample.
+    """
+    num_samples = (offsets[0].shape[0] - 1) // num_keys[0]
+    check_ends(bounds, num_samples if index is None else index.shape[0], "bounds")
+    if index is not None:
+        check_bounds(index, 0, num_samples)
+    for i, (o, n) in enumerate(zip(offsets, sizes, strict=True)):
+        check_ends(o, n, f"offsets of column {i}", whole=whole)
+    if block_offsets is not None and block_offsets.is_cpu:
+        check_ends(block_offsets, int(block_offsets[-1]), "block_offsets")
+        if bool((block_offsets * item % ALIGNMENT).any()):
+            raise ValueError(
+                f"block_offsets must come to multiples of {ALIGNMENT} bytes, got {block_offsets.tolist()} elements of "
+                f"{item} bytes"
             )
 
 
@@ -158,6 +188,8 @@ def _run_dispatch(
 ) -> tuple[Tensor, Tensor]:
     if out_size is not None and out_size * buffer_dtype(values).itemsize % ALIGNMENT:
         raise ValueError(f"out_size must come to a multiple of {ALIGNMENT} bytes, got {out_size} elements")
+    sizes, item = [v.shape[0] for v in values], buffer_dtype(values).itemsize
+    _check_samples(offsets, sizes, num_keys, bounds, index, item, block_offsets, whole=False)
     if resolve_impl(impl, bounds) == "reference":
         return reference_dispatch(values, offsets, num_keys, bounds, index, block_offsets, out_size)
     from fs_kernels.ranged_exchange_triton import dispatch_triton
@@ -194,6 +226,10 @@ def _run_combine(
 ) -> list[Tensor]:
     if out_sizes is None:
         out_sizes = torch.stack([o[-1] for o in offsets]).tolist()
+    item = blocks.element_size()
+    _check_samples(offsets, out_sizes, num_keys, bounds, index, item, block_offsets, whole=not zero)
+    if index is not None and index.is_cpu and len(index) and int(index.bincount().max()) > 1:
+        raise ValueError(f"index must be distinct, got sample {int(index.bincount().argmax())} more than once")
     new = torch.Tensor.new_zeros if zero else torch.Tensor.new_empty
     out = [new(x, (n, *x.shape[1:])) for x, n in zip(like, out_sizes, strict=True)]
     if blocks.data_ptr() % ALIGNMENT or not blocks.is_contiguous():

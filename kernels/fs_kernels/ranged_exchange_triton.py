@@ -206,6 +206,9 @@ def _plan(
     item: int,
 ) -> _Plan:
     """`given` is where blocks must begin, in elements of `item` bytes."""
+    offsets, bounds = [o.contiguous() for o in offsets], bounds.contiguous()
+    index = None if index is None else index.contiguous()
+    given = None if given is None else given.contiguous()
     new, device = bounds.new_empty, bounds.device
     R, F, B = len(bounds) - 1, sum(num_keys), (len(offsets[0]) - 1) // num_keys[0]
     n = 0 if index is None else len(index)

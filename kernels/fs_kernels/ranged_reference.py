@@ -50,6 +50,12 @@ def _plan(
     taken = ends.index_select(1, bounds).diff().t() * width  # (R, F) bytes
     for column in taken.split(list(num_keys), dim=1):
         column[:, -1] += -column.sum(1) % ALIGNMENT  # the gap behind the section
+    if block_offsets is not None and block_offsets.is_cpu:
+        held, room = taken.sum(1), block_offsets.diff() * buffer_dtype(values).itemsize
+        if bool((held > room).any()):
+            raise ValueError(
+                f"block_offsets must leave room for what blocks hold, {held.tolist()} bytes, got {room.tolist()}"
+            )
     cuts = offsets_of(taken.flatten())
     starts, num_bytes = cuts[:-1].view(taken.shape), cuts[-1]
     if block_offsets is not None:
@@ -102,6 +108,7 @@ def reference_dispatch(
     plan = _plan(values, offsets, num_keys, bounds, index, block_offsets)
     dtype = buffer_dtype(values)
     size = int(plan.num_bytes) // dtype.itemsize if out_size is None else out_size
+    _check_room(plan, size * dtype.itemsize, "out_size")
     blocks = torch.zeros(size, dtype=dtype, device=bounds.device)
     for packed, packed_places, own, places in _moves(blocks, values, num_keys, plan, bounds, index):
         packed.index_copy_(0, packed_places, own.index_select(0, places))
@@ -119,8 +126,14 @@ def reference_combine(
 ) -> None:
     """The definition: every word from its place in `blocks` to that in `out`."""
     plan = _plan(out, offsets, num_keys, bounds, index, block_offsets)
+    _check_room(plan, blocks.numel() * blocks.element_size(), "blocks")
     for packed, packed_places, own, places in _moves(blocks, out, num_keys, plan, bounds, index):
         own.index_copy_(0, places, packed.index_select(0, packed_places))
+
+
+def _check_room(plan: _Plan, num_bytes: int, name: str) -> None:
+    if plan.num_bytes.is_cpu and int(plan.num_bytes) > num_bytes:
+        raise ValueError(f"{name} must come to the {int(plan.num_bytes)} bytes of all blocks, got {num_bytes}")
 
 
 def dense_offsets(cuts: Tensor, num_bytes: Tensor, dtype: torch.dtype) -> Tensor:
@@ -131,4 +144,5 @@ def dense_offsets(cuts: Tensor, num_bytes: Tensor, dtype: torch.dtype) -> Tensor
 def _by_key(offsets: Tensor, num_keys: int) -> Tensor:
     """`(K, B + 1)` from `(K * B + 1,)`."""
     num_samples = (offsets.shape[0] - 1) // num_keys
-    return offsets.contiguous().as_strided((num_keys, num_samples + 1), (num_samples, 1), offsets.storage_offset())
+    offsets = offsets.contiguous()
+    return offsets.as_strided((num_keys, num_samples + 1), (num_samples, 1), offsets.storage_offset())

@@ -8,12 +8,13 @@ Legend: R rows of the table, K rows to update (distinct), D features.
 """
 
 from collections.abc import Iterator
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fs_kernels._checks import accumulator, check_index, check_rows
+from fs_kernels._checks import accumulator, check_bounds, check_devices, check_float, check_index, check_rows
 from fs_kernels._dispatch import Impl, resolve_impl
 from fs_kernels._library import register
 
@@ -75,7 +76,10 @@ def adam_update_(
 
 def _check(weight: Tensor, rows: Tensor, grad: Tensor) -> None:
     check_rows(weight, "weight")
+    check_float(weight, "weight")
     check_index(rows, "rows")
+    check_float(grad, "grad")
+    check_devices(weight, rows=rows, grad=grad)
     if not weight.is_contiguous():
         raise ValueError(f"weight must be contiguous, got strides {weight.stride()} for {tuple(weight.shape)}")
     if grad.shape != (rows.shape[0], weight.shape[1]):
@@ -86,6 +90,7 @@ def _check(weight: Tensor, rows: Tensor, grad: Tensor) -> None:
 
 
 def _check_state(weight: Tensor, state: Tensor, shape: torch.Size) -> None:
+    check_devices(weight, state=state)
     if state.shape != shape or state.dtype != accumulator(weight.dtype) or not state.is_contiguous():
         raise ValueError(
             f"the state of a {tuple(weight.shape)} {weight.dtype} weight must be contiguous {tuple(shape)} "
@@ -93,8 +98,13 @@ def _check_state(weight: Tensor, state: Tensor, shape: torch.Size) -> None:
         )
 
 
+def _resolve(impl: Impl, weight: Tensor, rows: Tensor) -> Literal["triton", "reference"]:
+    check_bounds(rows, 0, weight.shape[0], "rows")  # before a row is changed
+    return resolve_impl(impl, weight)
+
+
 def _run_sgd(weight: Tensor, rows: Tensor, grad: Tensor, lr: float, impl: Impl) -> None:
-    if resolve_impl(impl, weight) == "triton":
+    if _resolve(impl, weight, rows) == "triton":
         from fs_kernels.row_updates_triton import sgd_triton
 
         return sgd_triton(weight, rows, grad, lr)
@@ -103,7 +113,7 @@ def _run_sgd(weight: Tensor, rows: Tensor, grad: Tensor, lr: float, impl: Impl) 
 
 
 def _run_adagrad(weight: Tensor, state: Tensor, rows: Tensor, grad: Tensor, lr: float, eps: float, impl: Impl) -> None:
-    if resolve_impl(impl, weight) == "triton":
+    if _resolve(impl, weight, rows) == "triton":
         from fs_kernels.row_updates_triton import adagrad_triton
 
         return adagrad_triton(weight, state, rows, grad, lr, eps)
@@ -116,7 +126,7 @@ def _run_adagrad(weight: Tensor, state: Tensor, rows: Tensor, grad: Tensor, lr: 
 def _run_rowwise_adagrad(
     weight: Tensor, state: Tensor, rows: Tensor, grad: Tensor, lr: float, eps: float, impl: Impl
 ) -> None:
-    if resolve_impl(impl, weight) == "triton":
+    if _resolve(impl, weight, rows) == "triton":
         from fs_kernels.row_updates_triton import rowwise_adagrad_triton
 
         return rowwise_adagrad_triton(weight, state, rows, grad, lr, eps)
@@ -139,7 +149,7 @@ def _run_adam(
     step: int,
     impl: Impl,
 ) -> None:
-    if resolve_impl(impl, weight) == "triton":
+    if _resolve(impl, weight, rows) == "triton":
         from fs_kernels.row_updates_triton import adam_triton
 
         return adam_triton(weight, exp_avg, exp_avg_sq, rows, grad, lr, beta1, beta2, eps, step)

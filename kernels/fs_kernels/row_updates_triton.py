@@ -8,6 +8,7 @@ Legend: R rows of the table, K rows to update (distinct), D features.
 
 import struct
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -154,6 +155,7 @@ def _launch(
     num_d, block_d = (1, triton.next_power_of_2(D)) if whole_rows else feature_blocks(D)
     block_k = max(1, min(256, _TILE // block_d))
     args = (*tables, rows, grad)
+    torch.autograd.graph.increment_version(tables)  # as torch's own in-place operations do
     launch(
         kernel, triton.cdiv(K, block_k) * num_d, (*args, K, *map(_bits_of, numbers)),
         (D, block_k, block_d), device=grad.device, variant=variant_of(*args), fuse=False,

@@ -11,7 +11,16 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from fs_kernels._checks import accumulator, check_index, check_offsets, check_rows
+from fs_kernels._checks import (
+    accumulator,
+    check_bounds,
+    check_devices,
+    check_ends,
+    check_float,
+    check_index,
+    check_offsets,
+    check_rows,
+)
 from fs_kernels._dispatch import Impl, resolve_impl
 from fs_kernels._library import register
 
@@ -29,7 +38,9 @@ def segment_sum(values: Tensor, offsets: Tensor, *, index: Tensor | None = None,
         All implementations give the same bits. Gradients flow to `values`, summed by the same tree.
     """
     check_rows(values, "values")
+    check_float(values, "values")
     check_offsets(offsets)
+    check_devices(values, offsets=offsets, index=index)
     if index is not None:
         check_index(index)
     return _segment_sum(values, offsets, index, impl)
@@ -90,6 +101,9 @@ def places_of(keys: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
 
 
 def _run(values: Tensor, offsets: Tensor, index: Tensor | None, impl: Impl) -> Tensor:
+    check_ends(offsets, values.shape[0] if index is None else index.shape[0])
+    if index is not None:
+        check_bounds(index, 0, values.shape[0])
     if resolve_impl(impl, values) == "reference":
         return reference(values, offsets, index)
     from fs_kernels.segment_sum_triton import segment_sum_triton

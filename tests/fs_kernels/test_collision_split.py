@@ -56,3 +56,5 @@ def test_the_operation_keeps_the_dispatchers_rules(impl: k.Impl) -> None:
 def test_wrong_arguments_are_named() -> None:
     with pytest.raises(ValueError, match="other must be"):
         k.collision_split(torch.tensor([1]), torch.tensor([1.0]))
+    with pytest.raises(ValueError, match="one device, cpu, got other on meta"):
+        k.collision_split(torch.tensor([1]), torch.tensor([1], device="meta"))

@@ -49,6 +49,20 @@ def test_the_operations_keep_the_dispatchers_rules(name: str, impl: k.Impl) -> N
     torch.library.opcheck(op, arguments[name])
 
 
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+def test_vmap_runs_an_operation_for_each_and_forward_derivatives_are_refused(impl: k.Impl) -> None:
+    values, offsets, _ = example(requires_grad=False)
+
+    def total(values: Tensor) -> Tensor:
+        return k.segment_sum(values, offsets, impl=impl)
+
+    both = torch.vmap(total)(torch.stack([values, values * 2]))
+    torch.testing.assert_close(both, torch.stack([total(values), total(values) * 2]), rtol=0, atol=0)
+    with pytest.raises(NotImplementedError, match="segment_sum has no forward-mode derivative"):
+        torch.func.jvp(total, (values,), (values,))
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_an_unknown_size_is_a_dynamic_one() -> None:
     values, offsets, index = example(requires_grad=False)

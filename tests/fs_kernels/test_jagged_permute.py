@@ -107,12 +107,52 @@ def test_strided_values_are_taken_as_they_look() -> None:
     assert out.tolist() == values[5:].tolist() + values[:5].tolist()
 
 
+@impls
+def test_strided_offsets_and_index_are_taken_as_they_look(impl: k.Impl) -> None:
+    values, offsets = torch.arange(6, device=DEVICE), torch.tensor([9, 0, 9, 1, 9, 3, 9, 4, 9, 6], device=DEVICE)[1::2]
+    index = torch.tensor([3, 9, 0], device=DEVICE)[::2]
+    assert k.jagged_permute(values, offsets, index, impl=impl)[0].tolist() == [4, 5, 0]
+    assert k.keyed_transpose(values, offsets, 2, impl=impl)[0].tolist() == [0, 3, 1, 2, 4, 5]
+
+
+@pytest.mark.skipif(bool(ON_GPU), reason="values are checked on a CPU only")
+@impls
+@pytest.mark.parametrize(
+    ("offsets", "index", "out_size", "wrong"),
+    [
+        ([0, 4, 2, 6], [0, 1], 2, "offsets must not decrease, got -2"),
+        ([0, 4, 9], [1], None, "offsets must be within 0 to 6, got 0 to 9"),
+        ([-2, 4], [0], None, "offsets must be within 0 to 6, got -2 to 4"),
+        ([0, 1, 6], [2], None, "index must be from 0 to 1, got 2"),
+        ([0, 1, 6], [-1], None, "index must be from 0 to 1, got -1"),
+    ],
+)
+def test_on_a_cpu_rows_that_are_not_there_are_refused(
+    impl: k.Impl, offsets: list[int], index: list[int], out_size: int | None, wrong: str
+) -> None:
+    with pytest.raises((ValueError, IndexError), match=wrong):
+        k.jagged_permute(torch.zeros(6), torch.tensor(offsets), torch.tensor(index), out_size=out_size, impl=impl)
+
+
+@pytest.mark.skipif(bool(ON_GPU), reason="values are checked on a CPU only")
+def test_on_a_cpu_sizes_that_are_not_those_of_the_rows_are_refused() -> None:
+    values, offsets = torch.zeros(6), torch.tensor([0, 1, 5])
+    with pytest.raises(ValueError, match=r"out_size must be 4, .* got 2"):
+        k.jagged_permute(values, offsets, torch.tensor([1]), out_size=2)
+    with pytest.raises(ValueError, match="offsets must be from 0 to 6, got 0 to 5"):
+        k.keyed_transpose(values, offsets, 2)
+
+
 def test_wrong_arguments_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     values, offsets, index = torch.zeros(3), torch.tensor([0, 3]), torch.tensor([0])
     with pytest.raises(ValueError, match="offsets must be"):
         k.jagged_permute(values, offsets.float(), index)
     with pytest.raises(ValueError, match="index must be"):
         k.jagged_permute(values, offsets, index.float())
+    with pytest.raises(ValueError, match="one device, cpu, got index on meta"):
+        k.jagged_permute(values, offsets, index.to("meta"))
+    with pytest.raises(ValueError, match="got a single number"):
+        k.jagged_permute(torch.tensor(1.0), offsets, index)
     with pytest.raises(ValueError, match="divide the 1 rows, got 2"):
         k.keyed_transpose(values, offsets, 2)
     with pytest.raises(ValueError, match="impl must be one of"):

@@ -68,8 +68,18 @@ def test_rows_beyond_2_to_the_31_elements_are_reached() -> None:
     assert bool((out[0] == 7).all())
 
 
+@pytest.mark.skipif(bool(ON_GPU), reason="values are checked on a CPU only")
+@impls
+@pytest.mark.parametrize("row", [2, -4])
+def test_on_a_cpu_rows_that_are_not_there_are_refused(impl: k.Impl, row: int) -> None:
+    with pytest.raises(IndexError, match=f"source must be from -3 to 1, got {row}"):
+        k.merge_rows(torch.zeros(2, 3), torch.zeros(3, 3), torch.tensor([0, row]), impl=impl)
+
+
 def test_wrong_arguments_are_named() -> None:
     rows, source = torch.zeros(2, 3), torch.tensor([0])
+    with pytest.raises(ValueError, match="one device, cpu, got second on meta"):
+        k.merge_rows(rows, rows.to("meta"), source)
     with pytest.raises(ValueError, match="agree in width and dtype"):
         k.merge_rows(rows, rows.double(), source)
     with pytest.raises(ValueError, match="source must be"):

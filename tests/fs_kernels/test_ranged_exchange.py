@@ -197,6 +197,56 @@ def test_both_operations_keep_the_dispatchers_rules(impl: k.Impl, index: list[in
     torch.library.opcheck(ops.ranged_combine.default, arguments)
 
 
+@impls
+@pytest.mark.parametrize("indexed", [False, True])
+def test_strided_offsets_bounds_and_index_are_taken_as_they_look(impl: k.Impl, indexed: bool) -> None:
+    def strided(*numbers: int) -> Tensor:
+        return torch.tensor([n for x in numbers for n in (99, x)], device=DEVICE)[1::2]
+
+    values, offsets, where = torch.arange(6, device=DEVICE), strided(0, 1, 3, 6), strided(2, 0, 1) if indexed else None
+    bounds, starts = strided(0, 1, 3), strided(0, 4, 10)
+    blocks, _ = k.ranged_dispatch([(values, offsets)], bounds, index=where, block_offsets=starts, impl=impl)
+    assert blocks.tolist() == ([3, 4, 5, 0, 0, 1, 2, 0, 0, 0] if indexed else [0, 0, 0, 0, 1, 2, 3, 4, 5, 0])
+    (back,) = k.ranged_combine(blocks, [(values[:0], offsets)], bounds, index=where, block_offsets=starts, impl=impl)
+    assert back.tolist() == values.tolist()
+
+
+@pytest.mark.skipif(bool(ON_GPU), reason="values are checked on a CPU only")
+@impls
+def test_on_a_cpu_samples_that_are_not_there_are_refused(impl: k.Impl) -> None:
+    values, offsets = torch.arange(6.0), torch.tensor([0, 1, 3, 6])
+    column, like, bounds = (values, offsets), (values[:0], offsets), torch.tensor([0, 1, 3])
+    blocks, _ = k.ranged_dispatch([column], bounds, impl=impl)
+    for end, wrong in ((2, "got 0 to 2"), (4, "got 0 to 4")):
+        bad = torch.tensor([0, 1, end])
+        with pytest.raises(ValueError, match=f"bounds must be from 0 to 3, {wrong}"):
+            k.ranged_dispatch([column], bad, impl=impl)
+        with pytest.raises(ValueError, match=f"bounds must be from 0 to 3, {wrong}"):
+            k.ranged_combine(blocks, [like], bad, impl=impl)
+    with pytest.raises(ValueError, match="bounds must not decrease, got -1"):
+        k.ranged_dispatch([column], torch.tensor([0, 2, 1, 3]), impl=impl)
+    with pytest.raises(ValueError, match="offsets of column 0 must be within 0 to 6, got 0 to 7"):
+        k.ranged_dispatch([(values, torch.tensor([0, 1, 3, 7]))], bounds, impl=impl)
+    with pytest.raises(IndexError, match="index must be from 0 to 2, got -1"):
+        k.ranged_dispatch([column], bounds, index=torch.tensor([0, -1, 1]), impl=impl)
+    with pytest.raises(ValueError, match="block_offsets must come to multiples of 16 bytes"):
+        k.ranged_dispatch([column], bounds, block_offsets=torch.tensor([0, 3, 12]), impl=impl)
+    with pytest.raises(ValueError, match="index must be distinct, got sample 0 more than once"):
+        k.ranged_combine(blocks, [like], bounds, index=torch.tensor([0, 0, 1]), impl=impl)
+    with pytest.raises(ValueError, match="offsets of column 0 must be from 0 to 8, got 0 to 6"):
+        k.ranged_combine(blocks, [like], bounds, out_sizes=[8], impl=impl)
+
+
+def test_on_a_cpu_buffers_without_room_are_refused() -> None:
+    values, offsets, bounds = torch.arange(6.0), torch.tensor([0, 1, 3, 6]), torch.tensor([0, 1, 3])
+    with pytest.raises(ValueError, match=r"block_offsets must leave room .* \[16, 32\] bytes, got \[16, 0\]"):
+        k.ranged_dispatch([(values, offsets)], bounds, block_offsets=torch.tensor([0, 4, 4]))
+    with pytest.raises(ValueError, match="out_size must come to the 48 bytes of all blocks, got 16"):
+        k.ranged_dispatch([(values, offsets)], bounds, out_size=4)
+    with pytest.raises(ValueError, match="blocks must come to the 48 bytes of all blocks, got 16"):
+        k.ranged_combine(torch.zeros(4), [(values[:0], offsets)], bounds)
+
+
 def test_wrong_arguments_are_named() -> None:
     column, bounds = (torch.zeros(3), torch.tensor([0, 1, 3])), torch.tensor([0, 2])
     with pytest.raises(ValueError, match="at least one column"):

@@ -153,8 +153,38 @@ def test_the_operation_keeps_the_dispatchers_rules(impl: k.Impl, step: Step) -> 
     torch.library.opcheck(getattr(torch.ops.fs_kernels, f"{step.__name__}_update_").default, arguments[step])
 
 
+@impls
+@steps
+def test_a_graph_that_needs_the_rows_of_before_is_refused(impl: k.Impl, step: Step) -> None:
+    t = tables(4, torch.float32)
+    factor = torch.ones(R, 4, device=DEVICE, requires_grad=True)
+    loss = (factor * t[0]).sum()
+    step(t, torch.tensor([1], device=DEVICE), torch.ones(1, 4, device=DEVICE), impl)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.skipif(bool(ON_GPU), reason="values are checked on a CPU only")
+@impls
+@steps
+@pytest.mark.parametrize("row", [R, -1])
+def test_on_a_cpu_a_row_that_is_not_there_is_refused_before_others_change(impl: k.Impl, step: Step, row: int) -> None:
+    num_rows, width = 5, 1 << 16  # blocks of two rows
+    before = [torch.ones(R, width), torch.ones(R, width), torch.ones(R, width), torch.ones(R)]
+    after = copies(before)
+    with pytest.raises(IndexError, match=f"rows must be from 0 to {R - 1}, got {row}"):
+        step(after, torch.tensor([0, 1, 2, 3, row]), torch.ones(num_rows, width), impl)
+    assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+
+
 def test_wrong_arguments_are_named() -> None:
     weight, rows, grad = torch.zeros(3, 4), torch.zeros(1, dtype=torch.int64), torch.zeros(1, 4)
+    with pytest.raises(ValueError, match="weight must be float"):
+        k.sgd_update_(weight.long(), rows, grad, lr=0.1)
+    with pytest.raises(ValueError, match="grad must be float"):
+        k.sgd_update_(weight, rows, grad.to(torch.complex64), lr=0.1)
+    with pytest.raises(ValueError, match="one device, cpu, got grad on meta"):
+        k.sgd_update_(weight, rows, grad.to("meta"), lr=0.1)
     with pytest.raises(ValueError, match="grad must be \\(1, 4\\)"):
         k.sgd_update_(weight, rows, torch.zeros(1, 3), lr=0.1)
     with pytest.raises(ValueError, match="weight must be contiguous"):

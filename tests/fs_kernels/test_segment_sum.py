@@ -89,7 +89,7 @@ def test_the_tree_adds_neighbours_first(impl: k.Impl) -> None:
     big, small = 2.0**24, 1.0  # big + small == big in float32
     values = torch.tensor([[big], [small], [small], [small]], device=DEVICE)
     assert k.segment_sum(values, offsets_of([4]), impl=impl).item() == big + 2.0
-    assert k.segment_sum(values, offsets_of([3]), impl=impl).item() == big
+    assert k.segment_sum(values[:3], offsets_of([3]), impl=impl).item() == big
     index = torch.tensor([1, 2, 0], device=DEVICE)
     assert k.segment_sum(values, offsets_of([3]), index=index, impl=impl).item() == big + 2.0
 
@@ -124,7 +124,30 @@ def test_the_operation_keeps_the_dispatchers_rules(impl: k.Impl) -> None:
     torch.library.opcheck(torch.ops.fs_kernels.segment_sum.default, (values, offsets_of([4, 0, 3]), index, impl))
 
 
+@pytest.mark.skipif(bool(ON_GPU), reason="values are checked on a CPU only")
+@impls
+@pytest.mark.parametrize(
+    ("offsets", "index", "wrong"),
+    [
+        ([0, 3, 2, 6], None, "offsets must not decrease, got -1"),
+        ([1, 6], None, "offsets must be from 0 to 6, got 1 to 6"),
+        ([0, 7], None, "offsets must be from 0 to 6, got 0 to 7"),
+        ([0, 1], [0, 1], "offsets must be from 0 to 2, got 0 to 1"),
+        ([0, 2], [0, 6], "index must be from 0 to 5, got 6"),
+        ([0, 2], [-1, 0], "index must be from 0 to 5, got -1"),
+    ],
+)
+def test_on_a_cpu_rows_that_are_not_there_are_refused(
+    impl: k.Impl, offsets: list[int], index: list[int] | None, wrong: str
+) -> None:
+    rows = None if index is None else torch.tensor(index)
+    with pytest.raises((ValueError, IndexError), match=wrong):
+        k.segment_sum(torch.zeros(6, 2), torch.tensor(offsets), index=rows, impl=impl)
+
+
 def test_wrong_arguments_are_named() -> None:
+    with pytest.raises(ValueError, match="values must be float"):
+        k.segment_sum(torch.ones(3, 2, dtype=torch.int64), torch.tensor([0, 3]))
     with pytest.raises(ValueError, match="offsets must be"):
         k.segment_sum(torch.zeros(3, 2), torch.zeros(2))
     with pytest.raises(ValueError, match="index must be"):
