@@ -21,7 +21,8 @@ import torch.distributed as dist
 
 from fs_comm.errors import CommError
 from fs_comm.group import SmFreeGroup, new_group
-from fs_comm.transports.verbs import probe_verbs
+from fs_comm.roads import is_forbidden
+from fs_comm.transports.verbs import VerbsConfig, probe_verbs
 from fs_comm.transports.verbs_binding import NoBinding, load_binding
 from fs_comm.transports.verbs_gid import read_gid_table
 from fs_comm.transports.verbs_ports import list_ports
@@ -198,7 +199,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.mib < 1:
         parser.error(f"--mib must be at least 1, got {options.mib}")
-    if "WORLD_SIZE" not in os.environ:
+    try:
+        is_forbidden("FS_COMM_ATTACH")
+        VerbsConfig.from_environ()
+    except ValueError as error:
+        parser.error(str(error))
+    if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():  # one of them alone is no job's
         again = ("-m", "fs_comm.doctor", *(sys.argv[1:] if arguments is None else arguments))
         launch = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
         one_thread = {"OMP_NUM_THREADS": "1"} | os.environ

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
 from fs_comm import doctor
@@ -16,7 +17,7 @@ Ranks = Callable[[int], RankPool]
 
 
 def test_the_command_alone_measures_two_ranks_of_its_own() -> None:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "WORLD_SIZE": "1"}  # left over
     command = (sys.executable, "-m", "fs_comm.doctor", "--mib", "1", "--json")
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
@@ -26,6 +27,18 @@ def test_the_command_alone_measures_two_ranks_of_its_own() -> None:
     for road in ("staged", "gloo"):
         assert found["roads"][road]["latency_us"] > 0
         assert found["roads"][road]["all_to_all_gb_per_s"] > 0
+
+
+@pytest.mark.parametrize("setting", ["FS_COMM_ATTACH=off", "FS_COMM_VERBS_GID_INDEX=third"])
+def test_a_setting_that_cannot_be_is_told_in_a_line(
+    setting: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, value = setting.split("=")
+    monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit):
+        doctor.main([])
+    assert f"error: {name} must be" in (told := capsys.readouterr().err)
+    assert f"got {value!r}" in told
 
 
 def _examine() -> dict[str, Any]:
