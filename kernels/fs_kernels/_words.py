@@ -22,6 +22,11 @@ def narrowest_word(*tensors: Tensor) -> int:
     return bits & -bits
 
 
+def dense(x: Tensor) -> Tensor:
+    """`x` as its bytes tell it: contiguous, and with no conjugate or negative still to be taken."""
+    return x.resolve_conj().resolve_neg().contiguous()
+
+
 def as_words(x: Tensor, num_bytes: int) -> Tensor:
     """The contiguous `x` as flat words of so many bytes, which only copies may touch."""
     # A single element may have any stride, and only a stride of 1 can be seen as bytes.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fs_kernels._copy_triton import copy_rows
 from fs_kernels._launch import jit, launch
-from fs_kernels._words import narrowest_word, value_bytes
+from fs_kernels._words import dense, narrowest_word, value_bytes
 
 _BLOCK = 1024
 _ONE_PROGRAM = 16 * _BLOCK  # up to here one program adds up all lengths, which saves a launch
@@ -79,12 +79,12 @@ def _gather(values: Tensor, ends: Tensor, starts: Tensor, out_size: int) -> Tens
 def jagged_permute_triton(
     values: Tensor, offsets: Tensor, index: Tensor, out_size: int | None
 ) -> tuple[Tensor, Tensor]:
-    values, offsets, index = values.contiguous(), offsets.contiguous(), index.contiguous()
+    values, offsets, index = dense(values), offsets.contiguous(), index.contiguous()
     ends, starts = _plan(values, offsets, index, 1, len(index))
     return _gather(values, ends, starts, int(ends[-1]) if out_size is None else out_size), ends
 
 
 def keyed_transpose_triton(values: Tensor, offsets: Tensor, num_outer: int) -> tuple[Tensor, Tensor]:
-    values, offsets = values.contiguous(), offsets.contiguous()
+    values, offsets = dense(values), offsets.contiguous()
     ends, starts = _plan(values, offsets, None, num_outer, len(offsets) - 1)
     return _gather(values, ends, starts, len(values)), ends

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fs_kernels._launch import launch
 from fs_kernels._rows_triton import feature_blocks, program_of, variant_of
+from fs_kernels._words import dense
 
 _TILE = 2048  # elements of a program
 
@@ -30,10 +31,10 @@ def _merge_kernel(
 
 
 def merge_rows_triton(first: Tensor, second: Tensor, source: Tensor) -> Tensor:
+    first, second, source = dense(first), dense(second), source.contiguous()
     if first.is_complex():  # Triton knows no complex numbers
         pairs = merge_rows_triton(*(torch.view_as_real(x).flatten(1) for x in (first, second)), source)
         return torch.view_as_complex(pairs.unflatten(1, (first.shape[1], 2)))
-    first, second, source = first.contiguous(), second.contiguous(), source.contiguous()
     N, D = len(source), first.shape[1]
     out = first.new_empty(N, D)
     if out.numel():

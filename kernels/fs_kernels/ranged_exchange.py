@@ -18,6 +18,7 @@ from torch.autograd.function import FunctionCtx
 from fs_kernels._checks import check_bounds, check_devices, check_ends, check_index, check_offsets, check_values
 from fs_kernels._dispatch import Impl, resolve_impl
 from fs_kernels._library import register
+from fs_kernels._words import dense
 from fs_kernels.jagged_permute import offsets_of, source_places
 from fs_kernels.ranged_reference import ALIGNMENT, buffer_dtype, reference_combine, reference_dispatch
 
@@ -122,7 +123,7 @@ def _check_columns(
             num_rows = given[0] * k if are_empty and given else v.shape[0]
             o = torch.arange(num_rows + 1, device=v.device)
         check_offsets(o, f"offsets of column {i}")
-        values.append(v.contiguous())
+        values.append(dense(v))
         offsets.append(o)
         counts.append((o.shape[0] - 1) // k)
         if (o.shape[0] - 1) % k or counts[-1] != counts[0]:
@@ -232,7 +233,8 @@ def _run_combine(
         raise ValueError(f"index must be distinct, got sample {int(index.bincount().argmax())} more than once")
     new = torch.Tensor.new_zeros if zero else torch.Tensor.new_empty
     out = [new(x, (n, *x.shape[1:])) for x, n in zip(like, out_sizes, strict=True)]
-    if blocks.data_ptr() % ALIGNMENT or not blocks.is_contiguous():
+    blocks = dense(blocks)
+    if blocks.data_ptr() % ALIGNMENT:
         blocks = blocks.clone(memory_format=torch.contiguous_format)
     if resolve_impl(impl, bounds) == "reference":
         reference_combine(blocks, out, offsets, num_keys, bounds, index, block_offsets)
@@ -344,7 +346,7 @@ def _setup_combine(
 
 def _backward_combine(ctx: _Context, grads: list[Tensor]) -> tuple[Tensor | list[None] | None, ...]:
     bounds, index, block_offsets, offsets = _saved(ctx)
-    grads = [g.contiguous() for g in grads]
+    grads = [dense(g) for g in grads]
     blocks, _ = _dispatch(grads, offsets, ctx.num_keys, bounds, index, block_offsets, ctx.size, ctx.impl)
     nothing = [None] * len(offsets)
     return blocks, nothing, nothing, *(None,) * 7

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fs_kernels._launch import launch
 from fs_kernels._rows_triton import feature_blocks, program_of, variant_of
+from fs_kernels._words import dense
 
 _TILE = 2048  # elements of a program: enough loads in flight, and few enough for the registers of Adam
 
@@ -151,7 +152,7 @@ def _launch(
     K, D = grad.shape
     if not grad.numel():
         return
-    rows, grad = rows.contiguous(), grad.contiguous()
+    rows, grad = rows.contiguous(), dense(grad)
     num_d, block_d = (1, triton.next_power_of_2(D)) if whole_rows else feature_blocks(D)
     block_k = max(1, min(256, _TILE // block_d))
     args = (*tables, rows, grad)

@@ -17,6 +17,7 @@ from fs_kernels._checks import accumulator
 from fs_kernels._copy_triton import last_at_or_before
 from fs_kernels._launch import launch
 from fs_kernels._rows_triton import feature_blocks, program_of, variant_of
+from fs_kernels._words import dense
 
 _SHORT = 4  # rows of a segment that is one of many in a program
 _ROWS = 32  # of a long segment, loaded at once
@@ -199,7 +200,7 @@ def _join_kernel(
 
 
 def segment_sum_triton(values: Tensor, offsets: Tensor, index: Tensor | None) -> Tensor:
-    values, offsets = values.contiguous(), offsets.contiguous()
+    values, offsets = dense(values), offsets.contiguous()
     index = None if index is None else index.contiguous()
     S, D = len(offsets) - 1, values.shape[1]
     K = len(values) if index is None else len(index)

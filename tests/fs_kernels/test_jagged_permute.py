@@ -115,6 +115,22 @@ def test_strided_offsets_and_index_are_taken_as_they_look(impl: k.Impl) -> None:
     assert k.keyed_transpose(values, offsets, 2, impl=impl)[0].tolist() == [0, 3, 1, 2, 4, 5]
 
 
+@impls
+def test_conjugates_and_negatives_still_to_be_taken_are_taken(impl: k.Impl) -> None:
+    values = torch.randn(4, 2, dtype=torch.complex64, device=DEVICE).conj()
+    offsets, index = torch.tensor([0, 1, 4], device=DEVICE), torch.tensor([1, 0], device=DEVICE)
+    for x in (values, values.imag):
+        assert torch.equal(k.jagged_permute(x, offsets, index, impl=impl)[0], torch.cat([x[1:], x[:1]]))
+        assert torch.equal(k.merge_rows(x, x, torch.tensor([1, -1], device=DEVICE), impl=impl), x[[1, 0]])
+        blocks, _ = k.ranged_dispatch([(x, None)], torch.tensor([0, 4], device=DEVICE), impl=impl)
+        assert torch.equal(blocks.view(4, 2), x)
+    weight, rows = torch.zeros(4, 2, device=DEVICE), torch.arange(4, device=DEVICE)
+    k.sgd_update_(weight, rows, values.imag, lr=1.0, impl=impl)
+    assert torch.equal(weight, -values.imag)
+    each = torch.arange(5, device=DEVICE)
+    assert torch.equal(k.segment_sum(values.imag, each, impl=impl), values.imag)
+
+
 @pytest.mark.skipif(bool(ON_GPU), reason="values are checked on a CPU only")
 @impls
 @pytest.mark.parametrize(
