@@ -4,7 +4,7 @@ from fs_embed.bag import PrioritizedEmbeddingBag
 from fs_embed.bag_collection import PrioritizedEmbeddingBagCollection
 from fs_embed.collection import JaggedRows, PrioritizedEmbeddingCollection
 from fs_embed.embedding import PrioritizedEmbedding
-from fs_embed.errors import ClosedStep, EmbeddingError, ExchangeTimeout, IdOutOfRange, RanksDisagree
+from fs_embed.errors import ClosedStep, EmbeddingError, ExchangeTimeout, IdOutOfRange, RanksDisagree, StaleRow
 from fs_embed.lookahead import lookahead
 from fs_embed.module import PrioritizedModule
 from fs_embed.optim import SGD, Adagrad, Adam, RowWiseAdagrad
@@ -28,6 +28,7 @@ __all__ = [
     "PrioritizedModule",
     "RanksDisagree",
     "RowWiseAdagrad",
+    "StaleRow",
     "TableConfig",
     "TableOptimizers",
     "lookahead",

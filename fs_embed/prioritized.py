@@ -27,13 +27,13 @@ import torch
 from torch import Tensor
 
 import fs_kernels
-from fs_embed.errors import ExchangeTimeout
+from fs_embed.errors import ExchangeTimeout, StaleRow
 from fs_embed.optim import RowOptimizer
 from fs_embed.peers import Peers
 from fs_embed.route import Keys, Route, exchange_ids
 from fs_embed.step import Gradients
 from fs_embed.store import Store
-from fs_embed.synchronous import AS_ANNOUNCED, NO_GRADIENTS, NOT_FINITE, Plain, divided, kind_of
+from fs_embed.synchronous import AS_ANNOUNCED, NO_GRADIENTS, NOT_FINITE, Plain, agree_on_update, divided, kind_of
 from fs_embed.worker import Job, Latch, Worker
 
 
@@ -55,6 +55,7 @@ class PrioritizedPart:
         self.asked_from_before: Tensor | None = None  # (Q,)
         self.into_after = self.asked_into_after = torch.zeros(0, dtype=torch.bool)  # (U,), (Q,)
         self.exclusive_rows = self.colliding_rows = torch.zeros(0)
+        self.versions: Tensor | None = None  # (Q,) of the rows when they were read, where that is checked
         self._merged: Tensor | None = None
 
     def rows(self) -> Tensor:
@@ -179,6 +180,7 @@ class PrioritizedEngine:
         self._looked_ahead, self._coming = True, None
         keys = self._training.no_keys() if part.keys is None else Keys.join(part.keys)
         part.route, part.exclusive_rows = self._training.fetch(keys)
+        part.versions = self._versions_of(part.route)
         part.from_before = None
         part.ready.set(self.worker.stream)
 
@@ -186,9 +188,13 @@ class PrioritizedEngine:
         if not self._looked_ahead:
             self._prime(part)
         self._is_open = True
-        theirs = self._peers.agree("open", int(hit) + 2 * int(after is not None))
+        stale = self._stale_row(part)
+        theirs = self._peers.agree("open", int(hit) + 2 * int(after is not None) + 4 * int(bool(stale)))
         part.missed = any(not flags & 1 for flags in theirs)
         self._looked_ahead = not part.missed and all(flags & 2 for flags in theirs)
+        found_by = [rank for rank, flags in enumerate(theirs) if flags & 4]
+        if found_by and not part.missed:
+            raise StaleRow(stale or f"rows must be read after their last update, not as on ranks {found_by}")
         if part.missed:
             self._coming = after
             self._serve(part)
@@ -201,6 +207,22 @@ class PrioritizedEngine:
             self._coming = after
             part.into_after = torch.zeros_like(part.route.owner, dtype=torch.bool)
             part.asked_into_after = torch.zeros_like(part.route.slots, dtype=torch.bool)
+
+    def _versions_of(self, route: Route) -> Tensor | None:
+        return None if self.store.versions is None else self.store.versions[route.slots]
+
+    def _stale_row(self, part: PrioritizedPart) -> str:
+        """By now all updates before this step are in the table: a row written since it was read was read too early."""
+        if part.route is None or part.versions is None or self.store.versions is None:
+            return ""
+        stale = (part.versions != self.store.versions[part.route.slots]).nonzero()
+        if not len(stale):
+            return ""
+        table, row = self.store.shards.row_at(int(part.route.slots[stale[0]]), self._peers.rank)
+        return (
+            f"rows must be read after their last update: {len(stale)} of those read for a step were not, the first of "
+            f"them row {row} of table {self.store.table_names[table]!r}; please report this"
+        )
 
     def _serve(self, part: PrioritizedPart) -> None:
         """Lookups that were not announced, until no rank has any more: until their backwards."""
@@ -232,6 +254,7 @@ class PrioritizedEngine:
         part.into_after = now.to_askers(peers, part.asked_into_after.byte(), phase="collisions").bool()
         after.from_before = later.to_askers(peers, after.asked_from_before.byte(), phase="collisions").bool()
         alone = ~after.asked_from_before
+        after.versions = self._versions_of(later)
         rows = self.store.read(later.slots[alone])
         wanted = ~after.from_before
         after.exclusive_rows = later.to_askers(peers, rows, of=alone, wanted=wanted, phase="exclusive rows")
@@ -250,7 +273,7 @@ class PrioritizedEngine:
     ) -> "_Backward | None":
         """The rows that the next step waits for come first; what is left to defer is returned."""
         self._is_open = False
-        kinds = self._peers.agree("update", kind_of(gradients, finite))
+        kinds, optimizer = agree_on_update(self._peers, kind_of(gradients, finite), optimizer)
         backward: _Backward | None = None
         self._has_skipped = NOT_FINITE in kinds
         if self._has_skipped:
@@ -273,6 +296,8 @@ class PrioritizedEngine:
         assert shared is not None
         assert wanted is not None
         rows = self.store.read(later.slots[shared])
+        if after.versions is not None and self.store.versions is not None:
+            after.versions[shared] = self.store.versions[later.slots[shared]]
         after.colliding_rows = later.to_askers(self._peers, rows, of=shared, wanted=wanted, phase="colliding rows")
         after.ready.set(self.worker.stream)
 

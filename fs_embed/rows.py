@@ -83,6 +83,14 @@ class RowShards:
         start = sum(self._slots[rank][:table])
         return slice(start, start + self._slots[rank][table])
 
+    def row_at(self, slot: int, rank: int) -> tuple[int, int]:
+        """Table and row that stand at a slot of the rank."""
+        for table, num_slots in enumerate(self._slots[rank]):
+            if slot < num_slots:
+                return table, self._bounds(table, rank)[0] + slot
+            slot -= num_slots
+        raise AssertionError("the slot must be one of the rank's")
+
     def keys(self, table: int, ids: Tensor) -> Tensor:
         """`(n,)` int64: `rank · num_slots + slot` of each row of `ids` `(n,)`, any integer dtype; -1 for no row."""
         ids = ids.long()

@@ -76,22 +76,20 @@ class Step:
 
     def gradients(self, store: int, *, copied: bool) -> "Gradients | None":
         """What the store gets, None where no gradient came for it; `copied` for a store that reads it later."""
-        came = [c.grads[store] for c in self.calls]
-        some = next((g for g in came if g is not None), None)
-        if some is None:
+        came = [(call, grad) for call in self.calls if (grad := call.grads[store]) is not None]
+        if not came:
             return None
-        keys = [c.lookup.keys[store].values for c in self.calls]
-        grads = [some.new_zeros(len(k), some.shape[1]) if g is None else g for k, g in zip(keys, came, strict=True)]
-        as_announced = self.ticket is not None and [c.place for c in self.calls] == [*range(len(self.ticket.lookups))]
-        return Gradients(_joined(keys), _joined(grads, copied), as_announced)
+        keys = [call.lookup.keys[store].values for call, _ in came]
+        as_announced = self.ticket is not None and [c.place for c, _ in came] == [*range(len(self.ticket.lookups))]
+        return Gradients(_joined(keys), _joined([grad for _, grad in came], copied), as_announced)
 
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
     keys: Tensor
-    """`(Σn,)` of all lookups in call order."""
+    """`(Σn,)` of the lookups that the loss depends on, in call order: the rows of others are left alone."""
     values: Tensor
-    """`(Σn, D)`, zeros for lookups that got none."""
+    """`(Σn, D)`."""
     as_announced: bool
     """The lookups are those of the ticket, each once and in its order."""
 

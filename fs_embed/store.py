@@ -22,6 +22,8 @@ class Store:
         self.lr: Callable[[], float] | None = None
         """Where a scheduler's learning rate is read, if there is one."""
         self.state = optimizer.make_state(weight)
+        self.versions: Tensor | None = None
+        """`(slots,)` int64: how many updates each row has had, where that is checked."""
         self.num_steps = 0
         """Backwards that have updated rows; Adam's bias correction counts them."""
 
@@ -36,6 +38,10 @@ class Store:
     def read(self, slots: Tensor) -> Tensor:
         """`(Q, D)`: copies of the rows at `slots` `(Q,)`."""
         return self.weight.index_select(0, slots)
+
+    def _count_write(self, slots: Tensor) -> None:
+        if self.versions is not None:
+            self.versions[slots] += 1
 
     def no_rows(self) -> Tensor:
         return self.weight.new_empty(0, self.dim)
@@ -55,10 +61,12 @@ class Store:
         wide = grads.to(torch.promote_types(grads.dtype, torch.float32))  # sums of 16-bit gradients stay in 32 bits
         if self.shards.world_size == 1:  # each slot once, and a sum of one gradient is that gradient
             optimizer.update_(self.weight, self.state, slots, wide, step)
+            self._count_write(slots)
             return
         groups = group_equal(slots)
         total = fs_kernels.segment_sum(wide, groups.offsets, index=groups.places)
         optimizer.update_(self.weight, self.state, groups.distinct, total, step)
+        self._count_write(groups.distinct)
 
 
 class Groups(NamedTuple):

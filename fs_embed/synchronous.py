@@ -4,6 +4,7 @@ What prioritized tables are compared with, bit for bit. It shares with them who 
 and nothing of what runs ahead. `Plain` is also how prioritized tables serve what was not announced.
 """
 
+import struct
 from collections.abc import Sequence
 
 import torch
@@ -56,6 +57,20 @@ def kind_of(gradients: Gradients | None, finite: Tensor | None) -> int:
     if gradients is None:
         return NO_GRADIENTS
     return AS_ANNOUNCED if gradients.as_announced else OTHERWISE
+
+
+def agree_on_update(peers: Peers, kind: int, optimizer: RowOptimizer) -> tuple[Sequence[int], RowOptimizer]:
+    """Collective: what each rank brings, and the optimizer as the first that brings gradients has it.
+
+    A rank without a backward learns of its step's end later, when a scheduler may have set the next learning rate.
+    """
+    mine = struct.pack("d", optimizer.lr)
+    theirs = peers.headers("update", [kind, *struct.unpack("q", mine)])
+    for their_kind, bits, *_ in theirs:
+        if their_kind != NO_GRADIENTS:
+            optimizer = optimizer.with_lr(*struct.unpack("d", struct.pack("q", bits)))
+            break
+    return [their_kind for their_kind, *_ in theirs], optimizer
 
 
 def divided(sums: Tensor, divide_by: float) -> Tensor:
@@ -126,14 +141,14 @@ class SynchronousEngine:
             assert gradients is not None
             is_the_lookup = len(rounds) == 1 and gradients.keys is rounds[0][0].values
             kind = AS_ANNOUNCED if is_the_lookup else OTHERWISE
-        kinds = self._plain.peers.agree("update", kind)
+        kinds, optimizer = agree_on_update(self._plain.peers, kind, self.store.optimizer_now())
         self._has_skipped = NOT_FINITE in kinds
         if self._has_skipped:
             self.num_skipped += 1
         elif any(kinds):
             # The ids of a step's only lookup need not travel again.
             route = rounds[0][1] if all(k == AS_ANNOUNCED for k in kinds) else None
-            self._plain.push(gradients, self.store.optimizer_now(), divide_by, route)
+            self._plain.push(gradients, optimizer, divide_by, route)
 
     def has_skipped(self) -> bool:
         return self._has_skipped

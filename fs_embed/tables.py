@@ -53,6 +53,9 @@ class Sharding:
     """What losses are multiplied by, such as `GradScaler.get_scale`: read in each backward, gradients are divided by
     it."""
 
+    check_versions: bool = False
+    """Has prioritized tables prove in each step that no row it uses was written after it was read, for 8 bytes a row
+    and a synchronization a step; else `StaleRow`."""
     new_group: Callable[[Sequence[int], float], dist.ProcessGroup] | None = None
     """Makes a group for exchanges from global ranks and a timeout in seconds; `fs_comm.new_group` where None."""
 
@@ -72,6 +75,7 @@ class ShardingOptions(TypedDict, total=False):
     gradient_division: bool
     hash_ids: bool
     loss_scale: Callable[[], float] | None
+    check_versions: bool
     new_group: Callable[[Sequence[int], float], dist.ProcessGroup] | None
 
 
@@ -251,7 +255,10 @@ class ShardedTables:
                 self._fill(block, table)
             else:
                 block.copy_(weights[j].detach()[slice_of(shards.owned(i, self.rank))])
-        return Store(shards, [t.name for t in tables], weight, optimizer)
+        store = Store(shards, [t.name for t in tables], weight, optimizer)
+        if self.sharding.check_versions:
+            store.versions = torch.zeros(len(weight), dtype=torch.int64, device=weight.device)
+        return store
 
     def _fill(self, block: Tensor, table: TableConfig) -> None:
         if table.init_fn is not None:
@@ -281,6 +288,7 @@ class ShardedTables:
             "mode": sharding.mode,
             "gradient_division": sharding.gradient_division,
             "hash_ids": sharding.hash_ids,
+            "check_versions": sharding.check_versions,
         }
         theirs: list[Any] = [None] * self.world_size
         dist.all_gather_object(theirs, mine, group=self.group)

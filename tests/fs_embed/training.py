@@ -47,12 +47,19 @@ def train(
     *,
     num_steps: int = 50,
     num_lookups: int = 1,
+    check_versions: bool = False,
     announce: str = "all",
     seed: int = 0,
 ) -> Run:
     """`announce`: "all" batches, "none", or "odd" ones only, so that hits and misses alternate."""
     rank = dist.get_rank() if dist.is_initialized() else 0
-    model = fs_embed.prioritize(make_model(), optimizer=optimizer, mode=mode, timeout_s=30.0)  # type: ignore
+    model = fs_embed.prioritize(
+        make_model(),
+        optimizer=optimizer,
+        mode=mode,
+        timeout_s=30.0,
+        check_versions=check_versions,  # type: ignore
+    )
     table = model.table
     todo = batches(rank, num_steps, num_lookups=num_lookups, seed=seed)
 
