@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -309,10 +310,20 @@ def test_splits_may_be_a_tensor(ranks: Ranks) -> None:
     assert ranks(2).run(_splits_of_tensors) == [[0.0, 1.0], [0.0, 0.0, 1.0, 1.0]]
 
 
+def _interrupt_within(function: str) -> None:
+    """Once the main thread is inside the function: earlier, the interrupt would hit the test itself."""
+    main = threading.main_thread().ident
+    while main in sys._current_frames() and not any(
+        frame.f_code.co_name == function for frame, _ in traceback.walk_stack(sys._current_frames()[main])
+    ):
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
 def _interrupted() -> list[str]:
     group, texts = fs_comm.new_group(timeout_s=20.0), []
     if dist.get_rank() == 0:
-        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        threading.Thread(target=_interrupt_within, args=("collect",), daemon=True).start()
     else:
         dist.broadcast(torch.zeros(1), 0)
     for _ in range(2):

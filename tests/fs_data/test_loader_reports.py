@@ -191,7 +191,8 @@ def test_207_samples_on_four_ranks_differ_by_one(ranks: Ranks) -> None:
 # ---- processes ------------------------------------------------------------------------------------------------------
 
 _PARENT = """
-    import sys
+    import faulthandler, signal, sys
+    faulthandler.register(signal.SIGUSR1)  # all threads' stacks, should it not end
     import torch
     from torch.utils.data import DataLoader
     from fs_data import BalancedDataLoader
@@ -222,7 +223,13 @@ def test_no_worker_outlives_its_parent(tmp_path: Path, sent: signal.Signals) -> 
         workers = [int(pid) for pid in parent.stdout.readline().split()]
         assert len(workers) == 2
         parent.send_signal(sent)
-        parent.wait(20)
+        try:
+            parent.wait(40)
+        except subprocess.TimeoutExpired:
+            parent.send_signal(signal.SIGUSR1)
+            time.sleep(1)
+            parent.kill()
+            pytest.fail(f"the parent did not end:\n{parent.communicate()[1]}")
         deadline = time.monotonic() + 20
         while any(map(_lives, workers)) and time.monotonic() < deadline:
             time.sleep(0.1)
