@@ -15,9 +15,10 @@ def ranking_sums(scores: Tensor, k: int = 10) -> Tensor:
     """`(3,)` float64: sums of hits@k and NDCG@k, and the number of users, which add up over batches and ranks.
 
     Args:
-        scores: `(B, C)`; column 0 is the true item. A tie counts against it, so that constant scores earn nothing.
+        scores: `(B, C)`; column 0 is the true item. Whatever does not score less counts against it, so
+            that constant scores earn nothing, nor do those that are not numbers.
     """
-    rank = (scores[:, 1:] >= scores[:, :1]).sum(1)  # (B,) how many random items come before the true one
+    rank = (~(scores[:, 1:] < scores[:, :1])).sum(1)  # (B,) how many random items come before the true one
     hit = rank < k
     gain = 1 / torch.log2(rank.double() + 2)
     return torch.stack([hit.double().sum(), (gain * hit).sum(), torch.tensor(float(len(scores)), dtype=torch.float64)])

@@ -23,5 +23,12 @@ def test_constant_scores_earn_nothing() -> None:
     assert ranking_sums(torch.zeros(5, 101)).tolist() == [0.0, 0.0, 5.0]
 
 
+def test_scores_that_are_no_numbers_earn_nothing() -> None:
+    assert ranking_sums(torch.full((5, 101), math.nan)).tolist() == [0.0, 0.0, 5.0]
+    one = torch.zeros(1, 101)
+    one[0, 0] = math.nan
+    assert ranking_sums(one).tolist() == [0.0, 0.0, 1.0]
+
+
 def test_straggler_share_is_the_slowest_rank_over_the_mean() -> None:
     assert math.isclose(straggler_share(torch.tensor([[1.0, 3.0], [2.0, 2.0]])), 5 / 4 - 1)
