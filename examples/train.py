@@ -102,8 +102,12 @@ class Trainer:
         self.task = NextItemTask(settings.num_items, settings.seed)
         self.loader = make_loader(settings, self.task, self.model, device)
         self.progress, self.totals = Progress(), Totals()
+        if not settings.resume:
+            checkpoint.refuse_used(settings.out)
         if self.rank == 0:
             settings.out.mkdir(parents=True, exist_ok=True)
+            for log in ("losses.jsonl", "validation.jsonl") if not settings.resume else ():
+                (settings.out / log).unlink(missing_ok=True)
 
     def close(self) -> None:
         """Ends the background threads of loader and tables."""
@@ -237,8 +241,7 @@ class Trainer:
 
     def _test_best(self) -> dict[str, float]:
         """Collective: the test items' figures, with the model of the epoch that validation chose."""
-        best = checkpoint.newest(self.settings.out / "best")
-        assert best is not None
+        best = checkpoint.of_step(self.settings.out / "best", self.progress.best_epoch)
         checkpoint.load({"model": self.model}, best)
         found = self._evaluate("test")
         return {"best_epoch": self.progress.best_epoch, "test_hit_rate": found["hit_rate"], "test_ndcg": found["ndcg"]}
