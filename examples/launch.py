@@ -1,6 +1,7 @@
 """Process group and device of a rank, and errors in one line."""
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -9,6 +10,8 @@ import torch
 import torch.distributed as dist
 
 import fs_comm
+from fs_data.errors import RankLost, RankStopped
+from fs_embed.errors import ExchangeTimeout
 
 
 @contextmanager
@@ -32,7 +35,25 @@ def process_group(timeout_s: float) -> Iterator[torch.device]:
 
 def explain(error: Exception) -> str:
     """One line: the ranks that were lost where that is what lies behind the error, else the error."""
-    if isinstance(error, RuntimeError) and (lost := fs_comm.lost_ranks(timeout_s=5.0)):
+    if _may_be_a_lost_rank(error) and (lost := fs_comm.lost_ranks(timeout_s=5.0)):
         names = ", ".join(f"rank {rank} ({reason})" for rank, reason in lost.items())
         return f"lost {names}; restart all ranks with --resume to go on from the newest checkpoint"
     return " ".join(str(error).split())
+
+
+def _may_be_a_lost_rank(error: Exception) -> bool:
+    """Whether communication failed. What else fails here must be told as it is, though others are gone by then."""
+    if isinstance(error, (dist.DistError, RankLost, RankStopped, ExchangeTimeout)):
+        return True
+    return type(error) is RuntimeError and any(word in str(error) for word in ("gloo", "NCCL", "onnection", "ocket"))
+
+
+@contextmanager
+def told_in_one_line() -> Iterator[None]:
+    """Says what went wrong in one line that names this rank, and ends the process with status 1."""
+    try:
+        yield
+    except (ValueError, OSError, RuntimeError) as error:
+        rank = os.environ.get("RANK", "0")
+        print(f"train.py: rank {rank}: {explain(error)}", file=sys.stderr, flush=True)
+        raise SystemExit(1) from None

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args, get_origin
@@ -55,6 +56,41 @@ class Settings:
     report: Path | None = None
     """Rank 0 writes the run's figures there, as JSON."""
 
+    def __post_init__(self) -> None:
+        """Raises what no later error would name by its flag, or nothing would name at all."""
+        for name, least in _LEAST.items():
+            if not getattr(self, name) >= least:
+                raise ValueError(f"{_flag(name)} must be at least {least}, got {getattr(self, name)}")
+        for name in ("lr", "embedding_lr", "timeout_s"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{_flag(name)} must be a number above 0, got {getattr(self, name)}")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"--dropout must be from 0 to below 1, got {self.dropout}")
+        if self.dim % self.heads:
+            raise ValueError(f"--dim must be a multiple of --heads, got {self.dim} and {self.heads}")
+        if self.evaluate and self.max_length < 2:
+            raise ValueError(f"--evaluate needs a --max-length of at least 2, got {self.max_length}")
+
+
+_LEAST = {
+    "num_items": 1,
+    "epochs": 1,
+    "max_steps": 0,
+    "batch_size": 1,
+    "max_length": 1,
+    "dim": 1,
+    "blocks": 0,
+    "heads": 1,
+    "workers": 0,
+    "seed": 0,
+    "log_every": 1,
+    "checkpoint_every": 0,
+}
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
 
 # What may differ between ranks without harm.
 _OWN = ("report",)
@@ -67,7 +103,7 @@ def parse(arguments: list[str] | None = None) -> Settings:
         epilog="examples/settings.py says what each flag means, and its default.",
     )
     for field in dataclasses.fields(Settings):
-        flag, default = "--" + field.name.replace("_", "-"), field.default
+        flag, default = _flag(field.name), field.default
         if field.type is bool:
             parser.add_argument(flag, action="store_true")
         elif default is dataclasses.MISSING:
@@ -87,8 +123,7 @@ def check_same_settings(settings: Settings) -> None:
     for rank, theirs in enumerate(everyone):
         for name, value in theirs.items():
             if value != everyone[0][name]:
-                flag = "--" + name.replace("_", "-")
                 raise ValueError(
-                    f"all ranks need the same settings: rank {rank} was started with {flag} {value}, rank 0 with "
-                    f"{everyone[0][name]}; start them with one command line"
+                    f"all ranks need the same settings: rank {rank} was started with {_flag(name)} {value}, rank 0 "
+                    f"with {everyone[0][name]}; start them with one command line"
                 )

@@ -7,8 +7,6 @@ across ranks (fs_data), and both travel over fs_comm. `--loader plain` and `--em
 """
 
 import json
-import os
-import sys
 import time
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from examples import checkpoint
 from examples.data import Batch, NextItemTask, jagged
 from examples.evaluate import evaluate
-from examples.launch import explain, process_group
+from examples.launch import process_group, told_in_one_line
 from examples.loaders import make_loader
 from examples.metrics import normalized_entropy, straggler_share
 from examples.model import ModelConfig, SequenceModel
@@ -285,24 +283,21 @@ class Trainer:
         self.model.clock.take()
 
 
-def main(arguments: list[str] | None = None) -> int:
-    settings = parse(arguments)
-    rank = int(os.environ.get("RANK", "0"))
-    try:
-        with process_group(settings.timeout_s) as device:
+def main(arguments: list[str] | None = None) -> None:
+    with told_in_one_line():
+        settings = parse(arguments)
+        # Within the group too: said before it ends, since torchrun ends this rank when another has noticed that.
+        with process_group(settings.timeout_s) as device, told_in_one_line():
             check_same_settings(settings)
             trainer = Trainer(settings, device)
             figures = trainer.train()
             trainer.close()
-            if rank == 0:
+            if trainer.rank == 0:
                 print("  ".join(f"{name} {value:.4g}" for name, value in figures.items()), flush=True)
                 if settings.report:
+                    settings.report.parent.mkdir(parents=True, exist_ok=True)
                     settings.report.write_text(json.dumps(figures))
-    except (ValueError, OSError, RuntimeError) as error:
-        print(f"train.py: rank {rank}: {explain(error)}", file=sys.stderr, flush=True)
-        return 1
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

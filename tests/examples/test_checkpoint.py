@@ -34,7 +34,7 @@ def test_the_newest_up_to_the_last_saved_are_kept(ranks: Callable[[int], RankPoo
 
 def _save_and_fail(run: Path) -> None:
     unpicklable = {"x": torch.tensor(10), "y": lambda: None}
-    with pytest.raises(OSError, match="step_00000010 could not be written: rank 0: .*pickle"):
+    with pytest.raises(OSError, match=r"step_00000010 could not be written: rank 0: .*pickle"):
         checkpoint.save(unpicklable, run, 10)
 
 
