@@ -5,6 +5,7 @@ rank trains on it and whenever training resumes, so losses can be compared bit f
 """
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -17,6 +18,8 @@ from fs_kernels import jagged_permute
 Batch = dict[str, Tensor | JaggedColumn]
 
 _MOST_REDRAWS = 64
+
+Column = TypeVar("Column", Tensor, JaggedColumn)
 
 
 @dataclass(slots=True)
@@ -58,7 +61,10 @@ class RankingTask:
     def __call__(self, batch: Batch) -> Batch:
         (history,) = jagged(batch, "history")
         user, truth, validation = dense(batch, "user", self.split, "validation")
-        held_out = truth.nonzero().squeeze(1)  # 0 stands for users with too few items
+        can_rank = truth != 0  # 0 stands for users with too few items
+        if self.split == "validation":
+            can_rank &= history.lengths > 0  # the model needs an item to start from
+        held_out = can_rank.nonzero().squeeze(1)
         user, truth, validation = user[held_out], truth[held_out], validation[held_out]
         seq = JaggedColumn(*jagged_permute(history.values, history.offsets, held_out))
         if self.split == "test":
@@ -72,16 +78,19 @@ class RankingTask:
 
 def jagged(batch: Batch, *names: str) -> list[JaggedColumn]:
     """The batch's columns of these names, which must be jagged."""
-    columns = [batch[name] for name in names]
-    assert all(isinstance(column, JaggedColumn) for column in columns), names
-    return columns  # pyright: ignore[reportReturnType]  what the line above has checked
+    return [_of_kind(batch, name, JaggedColumn, "a list of items a row") for name in names]
 
 
 def dense(batch: Batch, *names: str) -> list[Tensor]:
     """The batch's columns of these names, which must hold one value, or one row of values, a sample."""
-    columns = [batch[name] for name in names]
-    assert all(isinstance(column, Tensor) for column in columns), names
-    return columns  # pyright: ignore[reportReturnType]  what the line above has checked
+    return [_of_kind(batch, name, Tensor, "one value a row") for name in names]
+
+
+def _of_kind(batch: Batch, name: str, kind: type[Column], words: str) -> Column:
+    column = batch[name]
+    if not isinstance(column, kind):
+        raise ValueError(f"column {name!r} must hold {words}, got {type(column).__name__}")
+    return column
 
 
 def append(history: JaggedColumn, items: Tensor) -> JaggedColumn:

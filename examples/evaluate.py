@@ -1,6 +1,7 @@
 """Leave-one-out evaluation: HR@10 and NDCG@10 of the held-out item among 100 random ones."""
 
 from collections.abc import Iterator
+from itertools import islice
 from typing import cast
 
 import torch
@@ -12,11 +13,20 @@ from examples.model import SequenceModel
 from fs_data import JaggedColumn
 from fs_data.parquet import ParquetUIHDataset
 
+_COLUMNS = ("user", "history", "validation")
+
+
+def check_columns(data: str) -> None:
+    """Raises now what `evaluate` would after an epoch: what it reads is not there, or of another kind."""
+    batches = iter(ParquetUIHDataset(data, columns=[*_COLUMNS, "test"], batch_size=1, prefetch_bytes=0))
+    for batch in islice(batches, 1):
+        dense(cast("Batch", batch), "user", "validation", "test")
+
 
 @torch.no_grad()
 def evaluate(model: SequenceModel, data: str, split: str, *, batch_size: int, device: torch.device) -> dict[str, float]:
     """Collective: `{"hit_rate", "ndcg"}` at 10 over all users of all ranks, for the `"validation"` or `"test"` item."""
-    columns = ["user", "history", "validation", *(["test"] if split == "test" else [])]
+    columns = [*_COLUMNS, *(["test"] if split == "test" else [])]
     length = model.config.max_length - (split == "test")  # the validation item is appended to the test's input
     dataset = ParquetUIHDataset(data, columns=columns, batch_size=batch_size, max_uih=length)
     task = RankingTask(model.config.num_items, split)
@@ -28,6 +38,8 @@ def evaluate(model: SequenceModel, data: str, split: str, *, batch_size: int, de
         sums += ranking_sums(model.score(seq.to(device), candidates.to(device)).cpu())
     model.train(was_training)
     dist.all_reduce(sums)
+    if not sums[2]:
+        raise ValueError(f"{data} must have users with a {split} item to evaluate by, all have 0")
     return {"hit_rate": float(sums[0] / sums[2]), "ndcg": float(sums[1] / sums[2])}
 
 

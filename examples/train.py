@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from examples import checkpoint
 from examples.data import Batch, NextItemTask, jagged
-from examples.evaluate import evaluate
+from examples.evaluate import check_columns, evaluate
 from examples.launch import process_group, told_in_one_line
 from examples.loaders import make_loader
 from examples.metrics import normalized_entropy, straggler_share
@@ -65,6 +65,8 @@ class Totals:
     steps: int = 0
     samples: int = 0
     seconds: float = 0.0
+    exposed_s: float = 0.0
+    """Blocked by the tables' exchanges, while training."""
     compute_s: list[Tensor] = field(default_factory=list)  # (T, R) of each window
     positions: int = 0
     """Items that were to be predicted."""
@@ -100,6 +102,8 @@ class Trainer:
         self.task = NextItemTask(settings.num_items, settings.seed)
         self.loader = make_loader(settings, self.task, self.model, device)
         self.progress, self.totals = Progress(), Totals()
+        if settings.evaluate:
+            check_columns(settings.data)
         if not settings.resume:
             checkpoint.refuse_used(settings.out)
         if self.rank == 0:
@@ -120,10 +124,10 @@ class Trainer:
             self._resume()
         while at.epoch < s.epochs and not self._enough_steps():
             self._train_epoch()
-            if self._enough_steps():
-                break
             if s.evaluate:
                 self._validate()
+            if self._enough_steps():
+                break
             at.epoch += 1
             if s.checkpoint_every:
                 self._save()
@@ -138,7 +142,7 @@ class Trainer:
         self.loader.set_epoch(at.epoch)
         window = Window()
         with StepBar(f"epoch {at.epoch}", enabled=self.rank == 0) as bar:
-            started = time.perf_counter()
+            started, exposed_before = time.perf_counter(), self._exposed_s()
             for batch in self.loader:
                 self._step(batch, window)
                 at.step += 1
@@ -151,6 +155,7 @@ class Trainer:
                 if self._enough_steps():
                     break
             self.totals.seconds += time.perf_counter() - started
+            self.totals.exposed_s += self._exposed_s() - exposed_before
             if window.positions:
                 bar.say(self._log(window))
 
@@ -165,6 +170,10 @@ class Trainer:
         window.loss_sums.append(losses.detach().sum(dtype=torch.float64))
         window.positions.append(len(losses))
         self.totals.samples += len(seq)
+
+    def _exposed_s(self) -> float:
+        """Seconds that this rank's training thread has been blocked by the tables' exchanges, evaluation included."""
+        return sum(m.stats()["exposed_wait_s"] for _, m in prioritized_modules(self.model))
 
     def _enough_steps(self) -> bool:
         return 0 < self.settings.max_steps <= self.progress.step
@@ -199,11 +208,15 @@ class Trainer:
 
     def _figures(self) -> dict[str, float]:
         """Collective: what the run showed, the same on every rank."""
-        exposed = sum(m.stats()["exposed_wait_s"] for _, m in prioritized_modules(self.model))
-        sums = torch.tensor([exposed / self.world_size, self.totals.samples], dtype=torch.float64)
-        dist.all_reduce(sums)
         t = self.totals
-        if not t.steps:  # a resumed run that had nothing left to train
+        sums = torch.tensor([t.exposed_s / self.world_size, t.samples], dtype=torch.float64)
+        dist.all_reduce(sums)
+        if not t.steps:
+            if not self.settings.resume:  # else nothing was left to train
+                raise ValueError(
+                    f"{self.settings.data} must have a batch for each of the {self.world_size} ranks, or no step can "
+                    "be taken: start fewer, or use --loader balanced"
+                )
             return {"steps": 0}
         if not t.positions:
             raise ValueError(

@@ -63,6 +63,25 @@ def test_the_true_item_is_first_and_the_test_sees_the_validation_item() -> None:
     assert not set(candidates[0, 1:].tolist()) & {1, 2, 4, 6}
 
 
+def test_users_without_a_history_are_not_ranked_by_that_of_another() -> None:
+    batch = {
+        "user": torch.tensor([0, 1]),
+        "history": column([[1, 2], []]),
+        "validation": torch.tensor([4, 5]),
+        "test": torch.tensor([6, 7]),
+    }
+    ranked = [jagged(RankingTask(num_items=200, split=split)(batch), "seq")[0] for split in ("validation", "test")]
+    assert [rows_of(seq) for seq in ranked] == [[[1, 2]], [[1, 2, 4], [5]]]
+
+
+def test_a_column_of_another_kind_is_named() -> None:
+    batch = {"user": torch.arange(1), "history": torch.arange(1)}
+    with pytest.raises(ValueError, match="column 'history' must hold a list of items a row, got Tensor"):
+        NextItemTask(num_items=9)(batch)
+    with pytest.raises(ValueError, match="column 'user' must hold one value a row, got JaggedColumn"):
+        NextItemTask(num_items=9)({"user": column([[1]]), "history": column([[1]])})
+
+
 def test_a_history_of_all_items_is_an_error_that_names_the_user() -> None:
     with pytest.raises(ValueError, match="user 9 has seen nearly all of the 3 items"):
         unseen_items(column([[1, 2, 3]]), torch.tensor([9]), torch.tensor([1]), 3, salt=0)

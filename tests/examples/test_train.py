@@ -19,7 +19,7 @@ import torch
 from examples.settings import Settings
 from examples.train import Trainer
 from fs_data.generate import write_histories
-from tests.ranks import RankPool
+from tests.ranks import RankFailure, RankPool
 
 NUM_ITEMS = 500
 
@@ -208,3 +208,36 @@ def test_bad_input_ends_all_ranks_with_one_line_that_names_it(
     texts = _errors(ended)
     assert len(texts) == 2, texts
     assert any(re.search(pattern, text) for text in texts), texts
+
+
+def test_a_run_that_ends_within_an_epoch_is_evaluated_and_its_wait_is_that_of_training(
+    ranks: Callable[[int], RankPool], data: Path, tmp_path: Path
+) -> None:
+    same = {"max_steps": 3, "epochs": 9, "embeddings": "synchronous"}
+    found = {}
+    for evaluated in (False, True):
+        s = settings(data, tmp_path / str(evaluated), evaluate=evaluated, **same)
+        found[evaluated] = ranks(2).run(_figures_and_all_waiting, s, timeout_s=60)[0]
+    assert found[True][0]["best_epoch"] == 0
+    assert found[True][0]["test_hit_rate"] > 0
+    figures, waited_ms = found[False]
+    assert figures["exposed_ms_per_step"] * 3 == pytest.approx(waited_ms)
+    figures, waited_ms = found[True]
+    assert figures["exposed_ms_per_step"] * 3 < waited_ms
+
+
+def _figures_and_all_waiting(s: Settings) -> tuple[dict[str, float], float]:
+    """The figures, and the milliseconds that the ranks were blocked on average, evaluation included."""
+    trainer = Trainer(s, torch.device("cpu"))
+    figures = trainer.train()
+    waited = torch.tensor(trainer._exposed_s() / trainer.world_size, dtype=torch.float64)
+    torch.distributed.all_reduce(waited)
+    trainer.close()
+    return figures, 1000 * float(waited)
+
+
+def test_ranks_without_a_batch_are_an_error(ranks: Callable[[int], RankPool], data: Path, tmp_path: Path) -> None:
+    one = tmp_path / "one.parquet"
+    pq.write_table(pq.read_table(data).slice(0, 1), one)
+    with pytest.raises(RankFailure, match="must have a batch for each of the 2 ranks, or no step can be taken"):
+        ranks(2).run(_train, settings(one, tmp_path / "out", loader="plain"), timeout_s=60)
