@@ -16,6 +16,7 @@ from rich.table import Table
 from fs_data.generate import write_histories
 
 NUM_ITEMS, MAX_LENGTH = 20_000, 1_000
+LIMIT_S = 600.0
 SETTINGS = {
     "num-items": NUM_ITEMS,
     "max-length": MAX_LENGTH,
@@ -29,10 +30,11 @@ VARIANTS = {
     "balanced, prioritized": {"loader": "balanced", "embeddings": "prioritized"},
 }
 ROWS = {
+    "steps": ("steps", "{:.0f}"),
     "loss": ("loss", "{:.4f}"),
     "normalized entropy": ("normalized_entropy", "{:.4f}"),
     "straggler": ("straggler", "{:.1%}"),
-    "exposed communication, ms a step": ("exposed_ms_per_step", "{:.2f}"),
+    "exposed communication (table), ms a step": ("exposed_ms_per_step", "{:.2f}"),
     "samples/s": ("samples_per_s", "{:.0f}"),
 }
 
@@ -46,6 +48,9 @@ def main() -> int:
     parser.add_argument("--users", type=int, default=4_000)
     parser.add_argument("--steps", type=int, default=100)
     options = parser.parse_args()
+    for name in ("ranks", "users", "steps"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} must be at least 1, got {getattr(options, name)}")
 
     data = options.folder / "histories.parquet"
     options.folder.mkdir(parents=True, exist_ok=True)
@@ -58,20 +63,31 @@ def main() -> int:
         console.rule(name)
         out = options.folder / variant["loader"]
         report = out.with_suffix(".json")
-        flags = SETTINGS | variant | {"data": data, "max-steps": options.steps, "out": out, "report": report}
+        places = {"data": data, "out": out, "report": report}
+        # An epoch takes one step at least, so that all steps are taken however few users there are.
+        flags = SETTINGS | variant | places | {"max-steps": options.steps, "epochs": options.steps}
         if status := train(options.ranks, flags):
-            console.print(f"[red]the run '{name}' failed with exit status {status}")
+            console.print(f"[red]the run '{name}' failed: {status}")
             return 1
         found[name] = json.loads(report.read_text())
-    console.print(side_by_side(found, f"{options.steps} steps on {options.ranks} ranks"))
+    console.print(side_by_side(found, f"{options.users} users, {options.ranks} ranks"))
     return 0
 
 
-def train(num_ranks: int, flags: Mapping[str, object]) -> int:
-    """Runs `examples.train` under torchrun; its exit status."""
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}")
-    command = [*torchrun, "-m", "examples.train", *(f"--{name}={value}" for name, value in flags.items())]
-    return subprocess.run(command, check=False, timeout=600).returncode
+def train(num_ranks: int, flags: Mapping[str, object]) -> str:
+    """Runs `examples.train` under torchrun; what went wrong, or nothing."""
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}")
+    command = [*launcher, "-m", "examples.train", *(f"--{name}={value}" for name, value in flags.items())]
+    with subprocess.Popen(command) as torchrun:
+        try:
+            status = torchrun.wait(LIMIT_S)
+        except BaseException as error:  # Ctrl-C too
+            torchrun.terminate()  # not kill: it ends its ranks, which would go on without it
+            torchrun.wait()
+            if isinstance(error, subprocess.TimeoutExpired):
+                return f"it took longer than {LIMIT_S} s"
+            raise
+    return f"exit status {status}" if status else ""
 
 
 def side_by_side(found: Mapping[str, Mapping[str, float]], title: str) -> Table:
