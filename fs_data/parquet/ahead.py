@@ -7,6 +7,9 @@ from typing import TypeVar
 
 from fs_data.parquet.errors import ParquetError
 
+_GRACE_S = 5.0
+"""A read that can be stopped ends by itself at its time-out, and says more about it."""
+
 Item = TypeVar("Item")
 Part = TypeVar("Part")
 
@@ -25,7 +28,7 @@ def read_ahead(
     would fit is it read nevertheless. With `max_bytes` 0, nothing runs ahead and there is no thread.
 
     Raises:
-        ParquetError: A read did not end within `timeout_s`.
+        ParquetError: A read did not end within `timeout_s`, nor soon after.
     """
     if max_bytes == 0:
         yield from map(read, items)
@@ -49,7 +52,7 @@ def read_ahead(
                 return
             future, size = queue.popleft()
             try:
-                part = future.result(timeout_s)
+                part = future.result(timeout_s + _GRACE_S)
             except TimeoutError as error:
                 if future.done():
                     raise

@@ -1,6 +1,6 @@
 """`ParquetUIHDataset`: batches of user interaction histories (UIH) from parquet files."""
 
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -12,13 +12,15 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from fs_data.parquet.ahead import read_ahead
 from fs_data.parquet.board import MAX_WORKERS, Board, ParquetStats
+from fs_data.parquet.bounded import Deadline
 from fs_data.parquet.columns import Column, concatenate
 from fs_data.parquet.convert import Vocabulary
 from fs_data.parquet.deal import Piece, Round, deal, rest_after, rest_of, time_skew
+from fs_data.parquet.errors import Patience, with_retries
 from fs_data.parquet.files import Source, find_files
 from fs_data.parquet.footers import Footers, read_footers
 from fs_data.parquet.mix import shares
-from fs_data.parquet.reader import Part, PieceReader, ReadOptions, attempt
+from fs_data.parquet.reader import Part, PieceReader, ReadOptions
 from fs_data.parquet.state import KIND, VERSION, check_files, check_same, find_states, join
 from fs_data.parquet.stream import Stream
 from fs_data.parquet.where import Where, alternatives
@@ -50,7 +52,7 @@ class ParquetUIHDataset(IterableDataset[dict[str, Column]]):
         on_error: `"raise"`, or `"skip"`: leaves out rows with nulls, row groups that cannot be read and files that do
             not fit, and counts them in `stats()`.
         retries, backoff_s: How often a failed access is tried again, and after how long; doubled each time.
-        timeout_s: Longest wait for one row group, all retries included.
+        timeout_s: Longest wait for a listing, a footer or a row group, all retries included.
 
     Raises:
         FileNotFoundError: Nothing at `source`.
@@ -95,11 +97,11 @@ class ParquetUIHDataset(IterableDataset[dict[str, Column]]):
             raise ValueError(f"quotas must be more than 0, got {dict(sources)}; leave out a source to read none of it")
         self.quotas = [quota for _, quota in sources]
         self.batch_size, self.shuffle, self.seed = batch_size, shuffle, seed
-        self._max_bytes, self._timeout_s = prefetch_bytes // len(sources), timeout_s
+        self._max_bytes = prefetch_bytes // len(sources)
         parts = alternatives(where) if where is not None else []
         self._options = ReadOptions(
             max_uih=max_uih, where=tuple(map(tuple, parts)), vocabularies=vocabularies or {}, on_error=on_error,
-            retries=retries, backoff_s=backoff_s,
+            patience=Patience(retries=retries, backoff_s=backoff_s, timeout_s=timeout_s),
         )  # fmt: skip
         self._board = Board()
         self.footers: list[Footers] = []
@@ -111,12 +113,16 @@ class ParquetUIHDataset(IterableDataset[dict[str, Column]]):
         self._yielded = [0] * len(sources)  # rows of each source so far, for the quotas
 
     def _read_footers(self, source: Any, columns: Sequence[str] | None, filesystem: Any) -> Footers:
-        count = partial(self._board.count, 0)
+        def attempt(place: str, is_local: bool, action: Callable[[Deadline], Any]) -> Any:
+            deadline = Deadline()
+            return with_retries(
+                partial(action, deadline), place, self._options.patience,
+                is_local=is_local, deadline=deadline, on_retry=partial(self._board.count, 0, "retries", 1),
+            )  # fmt: skip
+
         return read_footers(
-            find_files(source, filesystem), columns,
-            where=self._options.where, vocabularies=self._options.vocabularies,
-            attempt=lambda file, action: attempt(file, action, file.path, self._options, count),
-            skip=self._options.on_error == "skip",
+            find_files(source, filesystem, attempt), columns, where=self._options.where,
+            vocabularies=self._options.vocabularies, attempt=attempt, skip=self._options.on_error == "skip",
         )  # fmt: skip
 
     @property
@@ -247,7 +253,11 @@ class ParquetUIHDataset(IterableDataset[dict[str, Column]]):
             # Rows in another order are a copy, beside the group that they are picked from.
             return footers.groups[piece.group].num_bytes * (2 if self.shuffle else 1)
 
-        yield from read_ahead(self._hand(source), read, num_bytes, max_bytes=self._max_bytes, timeout_s=self._timeout_s)
+        hand, timeout_s = self._hand(source), self._options.patience.timeout_s
+        try:
+            yield from read_ahead(hand, read, num_bytes, max_bytes=self._max_bytes, timeout_s=timeout_s)
+        finally:
+            reader.give_up()
 
     def _hand(self, source: int) -> list[Piece]:
         groups = self.footers[source].groups

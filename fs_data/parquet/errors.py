@@ -3,9 +3,12 @@
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 import pyarrow as pa
+
+from fs_data.parquet.bounded import Deadline
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -15,24 +18,38 @@ class ParquetError(ValueError):
     """A file that cannot be read as histories, or that changed under a saved state."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Patience:
+    """With storage that fails or does not answer."""
+
+    retries: int
+    backoff_s: float
+    timeout_s: float
+    """For one access, with all its retries."""
+
+
 def with_retries(
     action: Callable[[], T],
     place: str,
+    patience: Patience,
     *,
     is_local: bool,
-    retries: int,
-    backoff_s: float,
-    on_retry: Callable[[], None] = lambda: None,
+    deadline: Deadline,
+    on_retry: Callable[[], None],
 ) -> T:
     """The result of `action`, tried again after `backoff_s`, twice that, and so on where a failure may be passing.
 
     What the bytes themselves cause is final: a broken file stays broken.
 
+    Args:
+        deadline: Started here; `action` reads by filesystems that are `bounded` by it.
+
     Raises:
         FileNotFoundError, PermissionError: As they come; the former on a local disk only.
         ParquetError: Broken bytes, or a failure that outlived all retries; with the place.
     """
-    for attempt in range(retries + 1):
+    deadline.start(patience.timeout_s)
+    for attempt in range(patience.retries + 1):
         try:
             return action()
         except (PermissionError, ParquetError):
@@ -46,12 +63,19 @@ def with_retries(
             # A corrupt page is an OSError as well; on a local disk it is one without a number.
             if is_local and isinstance(error, OSError) and error.errno is None:
                 raise ParquetError(f"{place} must hold intact pages: {error}; write the file anew") from error
-            if attempt == retries:
+            wait_s = patience.backoff_s * 2**attempt
+            if deadline.left_s <= (wait_s if attempt < patience.retries else 0):
+                raise ParquetError(
+                    f"{place} must be read within {patience.timeout_s:g} s, retries included; raise timeout_s "
+                    f"({error!r})"
+                ) from error
+            if attempt == patience.retries:
                 raise ParquetError(
                     f"{place} must be readable, failed {attempt + 1} times, at last by {error!r}"
                 ) from error
-            wait_s = backoff_s * 2**attempt
-            _log.warning("%s: %r; trying again in %.1f s (%d of %d)", place, error, wait_s, attempt + 1, retries)
+            _log.warning(
+                "%s: %r; trying again in %.1f s (%d of %d)", place, error, wait_s, attempt + 1, patience.retries
+            )
             on_retry()
             time.sleep(wait_s)
     raise AssertionError("the last attempt returns or raises")

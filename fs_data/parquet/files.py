@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,11 @@ from urllib.parse import unquote
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
+from fs_data.parquet.bounded import Deadline, bounded
+
 Source = str | Path | Sequence[str | Path]
+Attempt = Callable[[str, bool, Callable[[Deadline], Any]], Any]
+"""Runs an access, with retries: `(place, is_local, action)`."""
 
 _SUFFIXES = (".parquet", ".parq", ".pq")
 _NATIVE = ("file", "s3", "gs", "gcs", "hdfs", "abfs", "abfss")  # pyarrow reads these itself
@@ -27,26 +31,33 @@ class File:
 
     @property
     def is_local(self) -> bool:
-        return isinstance(self.filesystem, pafs.LocalFileSystem)
+        return is_local(self.filesystem)
 
-    def open(self) -> pq.ParquetFile:
+    def open(self, deadline: Deadline) -> pq.ParquetFile:
         # Remote reads are few and large; on a local disk they would only hold memory.
-        return pq.ParquetFile(self.path, filesystem=self.filesystem, pre_buffer=not self.is_local)
+        return pq.ParquetFile(self.path, filesystem=bounded(self.filesystem, deadline), pre_buffer=not self.is_local)
 
 
-def find_files(source: Source, filesystem: Any = None) -> list[File]:
+def is_local(filesystem: Any) -> bool:
+    return isinstance(filesystem, pafs.LocalFileSystem)
+
+
+def find_files(source: Source, filesystem: Any, attempt: Attempt) -> list[File]:
     """Files in the order of their paths: a file, a folder's parquet files at any depth, a glob, or a sequence of these.
 
     Args:
         filesystem: A pyarrow or fsspec filesystem; None goes by the URL, else the local disk.
+        attempt: Runs an access to storage, given its place, with retries.
 
     Raises:
         FileNotFoundError: Nothing there; the text names the source.
     """
     if not isinstance(source, (str, Path)):
-        return [file for part in source for file in find_files(part, filesystem)]
+        return [file for part in source for file in find_files(part, filesystem, attempt)]
     where, path = _resolve(source, filesystem)
-    paths = sorted(_find(where, path))
+    paths = attempt(
+        f"the listing of {source}", is_local(where), lambda deadline: sorted(_find(bounded(where, deadline), path))
+    )
     if not paths:
         raise FileNotFoundError(
             f"histories must be a parquet file, a folder of them or a glob: nothing found at {source}"
@@ -58,8 +69,7 @@ def _resolve(source: str | Path, filesystem: Any) -> tuple[Any, str]:
     path = str(source)
     if filesystem is not None:
         if isinstance(filesystem, pafs.FileSystem):
-            is_local = isinstance(filesystem, pafs.LocalFileSystem)
-            return filesystem, os.path.abspath(path) if is_local else path.partition("://")[2] or path
+            return filesystem, os.path.abspath(path) if is_local(filesystem) else path.partition("://")[2] or path
         return pafs.PyFileSystem(pafs.FSSpecHandler(filesystem)), str(filesystem._strip_protocol(path))
     scheme, separator, _ = path.partition("://")
     if not separator:

@@ -2,16 +2,17 @@
 
 import hashlib
 import io
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
 
+from fs_data.parquet.bounded import Deadline
 from fs_data.parquet.convert import Vocabulary, output_names, why_not
 from fs_data.parquet.errors import ParquetError
-from fs_data.parquet.files import File
+from fs_data.parquet.files import Attempt, File
 from fs_data.parquet.where import Bounds, Term, can_match, columns_of
 
 _WIDTHS = {"INT64": 8, "DOUBLE": 8, "INT32": 4, "FLOAT": 4, "BOOLEAN": 1, "INT96": 12}
@@ -65,14 +66,14 @@ def read_footers(
     *,
     where: Sequence[Sequence[Term]],
     vocabularies: Mapping[str, Vocabulary],
-    attempt: Callable[[File, Callable[[], Any]], Any],
+    attempt: Attempt,
     skip: bool,
 ) -> Footers:
     """All files' footers, several at a time.
 
     Args:
         columns: Names of the batch's columns, or of parquet columns with several of them; None takes all.
-        attempt: Runs an access to a file, with retries.
+        attempt: Runs an access to storage, given its place, with retries.
         skip: Leaves out files that do not fit, in place of an error.
 
     Raises:
@@ -83,12 +84,12 @@ def read_footers(
     files = [f for f in files if can_match(where, _partition_bounds(f, partitions))] if where else list(files)
 
     def read(file: File) -> _Footer | ParquetError:
-        def access() -> _Footer:
-            with file.open() as opened:
+        def access(deadline: Deadline) -> _Footer:
+            with file.open(deadline) as opened:
                 return _Footer(opened.schema_arrow, opened.metadata, checksum(opened.metadata))
 
         try:
-            return attempt(file, access)
+            return attempt(file.path, file.is_local, access)
         except ParquetError as error:
             if not skip:
                 raise

@@ -12,10 +12,11 @@ import torch
 from numpy.typing import NDArray
 
 from fs_data.parquet.board import Count
+from fs_data.parquet.bounded import Deadline
 from fs_data.parquet.columns import Column, newest, rows, take
 from fs_data.parquet.convert import Vocabulary, faulty_rows, to_columns
 from fs_data.parquet.deal import Piece
-from fs_data.parquet.errors import ParquetError, with_retries
+from fs_data.parquet.errors import ParquetError, Patience, with_retries
 from fs_data.parquet.files import File
 from fs_data.parquet.footers import Footers, RowGroup, checksum, partition_value
 from fs_data.parquet.where import Term, expression
@@ -29,8 +30,7 @@ class ReadOptions:
     where: tuple[tuple[Term, ...], ...]
     vocabularies: Mapping[str, Vocabulary]
     on_error: Literal["raise", "skip"]
-    retries: int
-    backoff_s: float
+    patience: Patience
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,7 @@ class PieceReader:
     def __init__(self, footers: Footers, options: ReadOptions, count: Callable[[Count, int], None]) -> None:
         self._footers, self._options, self._count = footers, options, count
         self._thread = threading.local()  # an open file belongs to one thread
+        self._deadline = Deadline()
 
     def read(self, piece: Piece, order: NDArray[np.int64] | None) -> Part:
         """The piece's rows, by way of `order` `(group rows,)`, if the epoch reads the group in another one.
@@ -86,6 +87,10 @@ class PieceReader:
             index = (np.cumsum(keep) - 1)[index]
         return Part(self._convert(table, index), in_piece, len(piece))
 
+    def give_up(self) -> None:
+        """Ends a read that is under way, so that a thread in it ends."""
+        self._deadline.give_up()
+
     def _table(self, file: File, group: RowGroup, place: str) -> Any:
         def access() -> Any:
             try:
@@ -96,7 +101,10 @@ class PieceReader:
                 raise
             return table
 
-        table = attempt(file, access, place, self._options, self._count)
+        table = with_retries(
+            access, place, self._options.patience,
+            is_local=file.is_local, deadline=self._deadline, on_retry=lambda: self._count("retries", 1),
+        )  # fmt: skip
         for name, kind in self._footers.types.items():
             if not table[name].type.equals(kind):  # a list of nulls in a file without items
                 table = table.set_column(table.column_names.index(name), name, table[name].cast(kind))
@@ -109,7 +117,7 @@ class PieceReader:
         cached: tuple[int, pq.ParquetFile] | None = getattr(self._thread, "file", None)
         if cached is not None and cached[0] == number:
             return cached[1]
-        opened = file.open()
+        opened = file.open(self._deadline)
         if checksum(opened.metadata) != self._footers.checksums[number]:
             raise ParquetError(
                 f"{file.path} must stay as it was when the dataset was made; its footer has changed since: make the "
@@ -150,13 +158,3 @@ class PieceReader:
                 picked = rows(column, first, first + len(index)) if is_run else take(column, torch.from_numpy(index))
                 found[out] = picked if self._options.max_uih is None else newest(picked, self._options.max_uih)
         return {out: found[out] for out in self._footers.outputs}
-
-
-def attempt(
-    file: File, action: Callable[[], Any], place: str, options: ReadOptions, count: Callable[[Count, int], None]
-) -> Any:
-    """An access to `file`, with the retries that `options` allow."""
-    return with_retries(
-        action, place, is_local=file.is_local, retries=options.retries, backoff_s=options.backoff_s,
-        on_retry=lambda: count("retries", 1),
-    )  # fmt: skip

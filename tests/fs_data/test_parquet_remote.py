@@ -1,7 +1,10 @@
 """Files on an S3-compatible server and on an HTTP server, both real and local; failures that pass are tried again."""
 
 import re
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -16,11 +19,14 @@ from tests.fs_data.test_parquet import rows_of, write
 
 
 class FileServer(ThreadingHTTPServer):
-    """Serves `folder` with ranges; the next `failures` requests get status 503."""
+    """Serves `folder` with ranges; the next `failures` bodies, or `all_failures` answers, have status 503."""
 
     daemon_threads = True
     folder: Path
     failures = 0
+    all_failures = 0
+    silent: tuple[str, ...] = ()
+    """Methods that are not answered."""
 
     @property
     def url(self) -> str:
@@ -41,8 +47,11 @@ class Handler(BaseHTTPRequestHandler):
         if not path.is_file():
             self.send_error(404)
             return
-        if with_body and self.server.failures:
-            self.server.failures -= 1
+        while self.command in self.server.silent:
+            time.sleep(0.01)
+        if self.server.all_failures or (with_body and self.server.failures):
+            self.server.all_failures = max(0, self.server.all_failures - 1)
+            self.server.failures = max(0, self.server.failures - with_body)
             self.send_error(503)
             return
         data = path.read_bytes()
@@ -160,3 +169,66 @@ def test_a_lasting_failure_names_file_and_attempts_or_skips_the_group(tmp_path: 
     server.failures = 1000
     assert list(dataset) == []
     assert (dataset.stats().groups_skipped, dataset.stats().rows_skipped) == (1, 7)
+
+
+def test_a_server_that_fails_while_listing_is_asked_again(tmp_path: Path, server: FileServer) -> None:
+    rows = write(tmp_path / "h.parquet", [7])
+    server.all_failures = 2  # the first look at the file: a HEAD, and a GET in its place
+    dataset = ParquetUIHDataset(f"{server.url}/h.parquet", batch_size=10, backoff_s=0.01)
+    assert dataset.stats().retries == 1
+    assert [r for b in dataset for r in rows_of(b)] == rows
+    server.all_failures = 1000
+    with pytest.raises(ParquetError, match=r"listing of http.*h.parquet must be readable, failed 3 times.*503"):
+        ParquetUIHDataset(f"{server.url}/h.parquet", batch_size=10, retries=2, backoff_s=0.01)
+
+
+def test_a_server_that_does_not_answer_is_an_error_and_does_not_keep_the_process(
+    tmp_path: Path, server: FileServer
+) -> None:
+    write(tmp_path / "h.parquet", [7])
+    script = f"""
+from fs_data.parquet import ParquetUIHDataset
+def attempt(action):
+    try:
+        action()
+    except Exception as error:
+        print(type(error).__name__, error, flush=True)
+def make(**options):
+    return ParquetUIHDataset("{server.url}/h.parquet", batch_size=4, **options)
+ahead, when_needed = make(timeout_s=0.3), make(timeout_s=0.3, prefetch_bytes=0)
+patient = iter(make())
+print("made", flush=True)
+input()
+attempt(lambda: list(ahead))
+attempt(lambda: list(when_needed))
+attempt(lambda: make(timeout_s=0.3))  # the footer
+print("silent", flush=True)
+input()
+attempt(lambda: make(timeout_s=0.3))  # the listing
+import signal, threading
+threading.Timer(0.3, signal.pthread_kill, [threading.main_thread().ident, signal.SIGINT]).start()
+try:
+    next(patient)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+    child = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert child.stdin is not None
+    assert child.stdout is not None
+    try:
+        assert child.stdout.readline() == "made\n"
+        server.silent = ("GET",)
+        print(file=child.stdin, flush=True)
+        lines = [child.stdout.readline() for _ in range(4)]
+        server.silent = ("GET", "HEAD")
+        out, _ = child.communicate("\n", timeout=20)
+    finally:
+        server.silent = ()
+        child.kill()
+    lines += out.splitlines(keepends=True)
+    late = "must be read within 0.3 s, retries included; raise timeout_s"
+    url = f"{server.url}/h.parquet"
+    places = [f"{url}, row group 0", f"{url}, row group 0", url, "silent", f"the listing of {url}", "interrupted"]
+    for line, place in zip(lines, places, strict=True):
+        assert line == f"{place}\n" or line.startswith(f"ParquetError {place} {late}"), line
+    assert child.returncode == 0
