@@ -23,7 +23,7 @@ from fs_data.parquet.mix import shares
 from fs_data.parquet.reader import Part, PieceReader, ReadOptions
 from fs_data.parquet.state import KIND, VERSION, check_files, check_same, find_states, join
 from fs_data.parquet.stream import Stream
-from fs_data.parquet.where import Where, alternatives
+from fs_data.parquet.where import Where, alternatives, described
 
 
 class ParquetUIHDataset(IterableDataset[dict[str, Column]]):
@@ -42,7 +42,8 @@ class ParquetUIHDataset(IterableDataset[dict[str, Column]]):
         rank, world_size: Taken from torch.distributed where None, else 0 and 1.
         max_uih: Keeps the newest that many items of each list.
         where: Reads only rows for which all terms `(column, operator, value)` hold; a list of such lists: for which one
-            of the lists does. Row groups that cannot hold any, by their footers or directories, are not read.
+            of the lists does. Row groups that cannot hold any, by their footers or directories, are not read. A null
+            passes `not in` alone.
         vocabularies: For columns of texts: `{column: texts}`; a text becomes its place among them.
         shuffle: Another order of groups, and of rows within a group, for each `seed` and epoch. Without it, rows come
             in the files' order.
@@ -156,7 +157,7 @@ class ParquetUIHDataset(IterableDataset[dict[str, Column]]):
             "rounds": [[[r.num_readers, r.spread, *r.positions] for r in rounds] for rounds in self._rounds],
             "reader": [self.rank, self.world_size, *_worker()],
             "batch_size": self.batch_size,
-            "order": [self.shuffle, self.seed, list(self.quotas), repr(self._options.where)],
+            "order": [self.shuffle, self.seed, list(self.quotas), described(self._options.where)],
             "files": [list(f.checksums) for f in self.footers],
         }
 

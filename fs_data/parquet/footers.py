@@ -13,7 +13,7 @@ from fs_data.parquet.bounded import Deadline
 from fs_data.parquet.convert import Vocabulary, output_names, why_not
 from fs_data.parquet.errors import ParquetError
 from fs_data.parquet.files import Attempt, File
-from fs_data.parquet.where import Bounds, Term, can_match, columns_of
+from fs_data.parquet.where import Bounds, Term, can_match, check_types, columns_of
 
 _WIDTHS = {"INT64": 8, "DOUBLE": 8, "INT32": 4, "FLOAT": 4, "BOOLEAN": 1, "INT96": 12}
 
@@ -78,6 +78,7 @@ def read_footers(
 
     Raises:
         ParquetError: A broken file, a missing column, a type that differs from the other files' or has no tensor.
+        ValueError: A predicate that does not fit the type of its column.
     """
     partitions = _partition_types(files)
     given = {k for part in where for k, _, _ in part}
@@ -123,6 +124,8 @@ def read_footers(
     if not kept and faults:
         raise ParquetError(f"at least one file must be readable, none is; the first: {faults[0]}")
 
+    if kept:
+        check_types(where, types)
     read_types = {n: kind for n, kind in types.items() if n not in partitions}
     groups = [group for i, (file, footer) in enumerate(kept) for group in _groups(i, file, footer, where, types)]
     outputs = [out for n in wanted or () for out in _outputs(n, types)]
@@ -155,7 +158,8 @@ def _groups(
                 chunk.total_uncompressed_size
             )  # fmt: skip
             if chunk.path_in_schema in filtered and chunk.is_stats_set and chunk.statistics.has_min_max:
-                bounds[name] = (chunk.statistics.min, chunk.statistics.max)
+                stats = chunk.statistics
+                bounds[name] = Bounds(stats.min, stats.max, not stats.has_null_count or stats.null_count > 0)
         if not where or can_match(where, bounds):
             yield RowGroup(i, g, group.num_rows, num_bytes)
 
@@ -212,4 +216,4 @@ def partition_value(file: File, name: str, kind: Any) -> int | str:
 
 def _partition_bounds(file: File, types: Mapping[str, Any]) -> dict[str, Bounds]:
     values = {n: partition_value(file, n, kind) for n, kind in types.items() if n in dict(file.partitions)}
-    return {n: (v, v) for n, v in values.items()}
+    return {n: Bounds(v, v, False) for n, v in values.items()}

@@ -1,46 +1,58 @@
 """Predicates: which row groups can hold matching rows, by footers alone, and which columns must be read to tell."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 Term = tuple[str, str, Any]
 Where = Sequence[Term] | Sequence[Sequence[Term]]
 
-Bounds = tuple[Any, Any]
-"""Least and greatest value that a row group holds."""
 
-_CAN_HOLD: dict[str, Callable[[Any, Any, Any], bool]] = {
-    "=": lambda least, most, x: least <= x <= most,
-    "==": lambda least, most, x: least <= x <= most,
-    "!=": lambda least, most, x: not least == most == x,
-    "<": lambda least, most, x: least < x,
-    "<=": lambda least, most, x: least <= x,
-    ">": lambda least, most, x: most > x,
-    ">=": lambda least, most, x: most >= x,
-    "in": lambda least, most, x: any(least <= one <= most for one in x),
-    "not in": lambda least, most, x: not (least == most and least in x),
+class Bounds(NamedTuple):
+    """What a row group holds of a column."""
+
+    least: Any
+    most: Any
+    has_nulls: bool
+    """Or may have some."""
+
+    def is_all(self, x: Any) -> bool:
+        """Whether each row surely holds `x`; bounds of floats do not tell of NaN."""
+        return bool(self.least == self.most == x) and not isinstance(self.least, float)
+
+
+_CAN_HOLD: dict[str, Callable[[Bounds, Any], bool]] = {
+    "=": lambda b, x: b.least <= x <= b.most,
+    "==": lambda b, x: b.least <= x <= b.most,
+    "!=": lambda b, x: not b.is_all(x),
+    "<": lambda b, x: b.least < x,
+    "<=": lambda b, x: b.least <= x,
+    ">": lambda b, x: b.most > x,
+    ">=": lambda b, x: b.most >= x,
+    "in": lambda b, x: any(b.least <= one <= b.most or one != one for one in x),
+    # Arrow lets a null pass as well, as it is none of the values.
+    "not in": lambda b, x: b.has_nulls or not any(b.is_all(one) for one in x),
 }
 
 
 def alternatives(where: Where) -> list[list[Term]]:
-    """`where` as a list of which one must hold, each a list of terms of which all must hold.
+    """`where` as a list of which one must hold, each a list of terms of which all must hold; their values are plain.
 
     Raises:
-        ValueError: Not terms `(column, operator, value)`, or an unknown operator.
+        ValueError: Not terms `(column, operator, value)`, an unknown operator, or a value that it cannot take.
     """
     given: list[Any] = list(where)
-    parts: list[list[Term]] = [given] if given and isinstance(given[0], tuple) else [list(part) for part in given]
-    terms: list[Any] = [term for part in parts for term in part]
-    for term in terms:
-        if not isinstance(term, tuple) or len(term) != 3 or term[1] not in _CAN_HOLD:
-            raise ValueError(
-                f"where must hold terms (column, operator, value) with an operator of {list(_CAN_HOLD)}, got {term!r}"
-            )
-    if not parts or not all(parts):
-        raise ValueError("where must hold at least one term; use None to read all rows")
-    return parts
+    parts: list[Any] = [given] if given and _looks_like_term(given[0]) else given
+    if not parts or not all(isinstance(part, (list, tuple)) and part for part in parts):
+        raise ValueError(
+            f"where must be a list of at least one term (column, operator, value), or of lists of such, got {where!r}; "
+            "use None to read all rows"
+        )
+    return [[_term(term) for term in part] for part in parts]
 
 
 def columns_of(parts: Sequence[Sequence[Term]]) -> list[str]:
@@ -49,6 +61,30 @@ def columns_of(parts: Sequence[Sequence[Term]]) -> list[str]:
 
 def expression(parts: Sequence[Sequence[Term]]) -> Any:
     return pq.filters_to_expression([list(part) for part in parts])
+
+
+def described(parts: Sequence[Sequence[Term]]) -> str:
+    """The same text for the same predicate, in each process; a long one ends with a checksum in place of its values."""
+    text = repr(tuple(map(tuple, parts)))
+    if len(text) <= 500:
+        return text
+    return f"{text[:400]}… ({hashlib.blake2b(text.encode(), digest_size=8).hexdigest()})"
+
+
+def check_types(parts: Sequence[Sequence[Term]], types: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        ValueError: A term whose value cannot be compared with its column of that type.
+    """
+    for term in (term for part in parts for term in part):
+        name, kind = term[0], types[term[0]]
+        try:
+            pa.table({name: pa.nulls(1, kind)}).filter(expression([[term]]))
+        except (pa.ArrowException, OverflowError, TypeError, ValueError) as error:
+            got = described([[term]])
+            raise ValueError(
+                f"where must compare column {name!r} with values of its type, {kind}, got {got}: {error}"
+            ) from error
 
 
 def can_match(parts: Sequence[Sequence[Term]], bounds: Mapping[str, Bounds]) -> bool:
@@ -60,6 +96,31 @@ def _can_hold(term: Term, bounds: Bounds | None) -> bool:
     if bounds is None:
         return True
     try:
-        return _CAN_HOLD[term[1]](*bounds, term[2])
-    except TypeError:  # values of another type than the column's: the filter itself will say so
+        return _CAN_HOLD[term[1]](bounds, term[2])
+    except TypeError:  # values that only Arrow can compare
         return True
+
+
+def _looks_like_term(given: Any) -> bool:
+    return isinstance(given, tuple) and bool(given) and isinstance(given[0], str)
+
+
+def _term(given: Any) -> Term:
+    if not _looks_like_term(given) or len(given) != 3 or given[1] not in _CAN_HOLD:
+        raise ValueError(
+            f"where must hold terms (column, operator, value) with an operator of {list(_CAN_HOLD)}, got {given!r}"
+        )
+    name, operator, value = given
+    if operator in ("in", "not in"):
+        if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+            raise ValueError(f"where must give {operator!r} a list of values, got {given!r}")
+        by_text = {repr(v): v for v in map(_plain, value)}
+        return name, operator, [by_text[text] for text in sorted(by_text)]  # that of a set depends on the process
+    if value is None:
+        raise ValueError(f"where cannot compare with None, got {given!r}; ask by 'in' [None], or 'not in' [None]")
+    return name, operator, _plain(value)
+
+
+def _plain(value: Any) -> Any:
+    is_number = isinstance(value, np.generic) and not isinstance(value, (np.datetime64, np.timedelta64))
+    return value.item() if is_number else value

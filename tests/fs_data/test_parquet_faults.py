@@ -131,10 +131,6 @@ def test_predicates_leave_out_groups_by_their_footers_and_rows_by_their_values(t
     either = [[("user", "<", 3)], [("user", "in", [27, 29])]]
     assert users(make(tmp_path, where=either)) == [0, 1, 2, 27, 29]
     assert users(make(tmp_path, where=[("user", ">", 99)])) == []
-    with pytest.raises(ValueError, match=r"where must hold terms \(column, operator, value\)"):
-        make(tmp_path, where=[("user", "~", 3)])
-    with pytest.raises(ParquetError, match=r"must have the columns \['age'\]"):
-        make(tmp_path, where=[("age", ">", 3)])
 
 
 def test_resume_under_a_predicate_is_exact(tmp_path: Path) -> None:
