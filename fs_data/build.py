@@ -3,10 +3,13 @@
 DuckDB does the grouping, and spills to disk what does not fit in memory.
 """
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
+
+import pyarrow.parquet as pq
 
 if TYPE_CHECKING:
     import duckdb
@@ -37,8 +40,8 @@ def build_histories(
 
     Raises:
         FileNotFoundError: No log.
-        ValueError: A column that is not there or not of integers, an empty log, or an item below 1, which is kept for
-            "none".
+        ValueError: A column that is not there or not of integers, an empty log, an interaction that lacks a value, or
+            an item below 1, which is kept for "none".
         RuntimeError: What DuckDB cannot read or do, in its words.
         ModuleNotFoundError: DuckDB is not installed.
     """
@@ -54,12 +57,18 @@ def build_histories(
         db.execute("SET memory_limit = ?", [memory_limit])
         db.execute("SET temp_directory = ?", [str(Path(out).absolute().parent / ".build-spill")])
         source = _source(db, log, user, item, time)
-        counted = db.execute(f"SELECT count(*), min(item) FROM ({source})").fetchone()
+        counted = db.execute(f"SELECT count(*), count(*) - count(known), min(item) FROM ({source})").fetchone()
         assert counted is not None
-        if not counted[0]:
+        interactions, incomplete, least = counted
+        if not interactions:
             raise ValueError(f"the log must have interactions, {log} has none")
-        if counted[1] < 1:
-            raise ValueError(f"items must be 1 or more, {log} has {counted[1]}: number them anew")
+        if incomplete:
+            what = "user and item" if time is None else "user, item and time"
+            raise ValueError(
+                f"each interaction must have {what}, {incomplete} of {interactions} in {log} lack one: leave them out"
+            )
+        if least < 1:
+            raise ValueError(f"items must be 1 or more, {log} has {least}: number them anew")
         held_out = "len(items) > 2" if split == "leave-one-out" else "false"
         db.execute(
             f"""
@@ -74,9 +83,7 @@ def build_histories(
             ) TO '{_quoted(out)}' (FORMAT parquet, ROW_GROUP_SIZE {rows_per_group})
             """
         )
-        number = db.execute(f"SELECT count(*) FROM read_parquet('{_quoted(out)}')").fetchone()
-    assert number is not None
-    return int(number[0])
+    return pq.read_metadata(out).num_rows
 
 
 @contextmanager
@@ -89,17 +96,18 @@ def _duckdb_errors(kind: type[Exception], log: str | Path) -> Iterator[None]:
 
 
 def _source(db: "duckdb.DuckDBPyConnection", log: str | Path, user: str, item: str, time: str | None) -> str:
-    """SQL whose rows are `user`, `item` (int64) and `place`, which orders them."""
-    if str(log).endswith((".parquet", ".pq")):
-        table = f"read_parquet('{_quoted(log)}')"
-    elif str(log).endswith((".csv", ".csv.gz")):
-        table = f"read_csv('{_quoted(log)}', header = true)"
+    """SQL whose rows are `user`, `item` (int64), `place`, which orders them, and `known`, null if one of these is."""
+    name, place = str(log).lower(), re.sub(r"[*?\[]", r"[\g<0>]", _quoted(log))  # a path, no pattern
+    if name.endswith((".parquet", ".parq", ".pq")):
+        table = f"read_parquet('{place}')"
+    elif name.endswith((".csv", ".csv.gz")):
+        table = f"read_csv('{place}', header = true)"
     else:
-        table = f"read_csv('{_quoted(log)}', header = false, delim = ' ')"
+        table = f"read_csv('{place}', header = false, delim = ' ')"
     names = [column[0] for column in db.execute(f"DESCRIBE SELECT * FROM {table}").fetchall()]
     if names and names[0] == "column0":  # text without a header: names by position
         named = dict(zip(names, (user, item, time or "time"), strict=False))
-        renamed = ", ".join(f'{old} AS "{new}"' for old, new in named.items())
+        renamed = ", ".join(f"{old} AS {_name(new)}" for old, new in named.items())
         table = f"(SELECT {renamed} FROM {table})"
         names = list(named.values())
     if missing := [c for c in (user, item, time) if c is not None and c not in names]:
@@ -110,8 +118,16 @@ def _source(db: "duckdb.DuckDBPyConnection", log: str | Path, user: str, item: s
             raise ValueError(
                 f"{log}: column {column!r} must hold integers, got {types[column]}: number users and items"
             )
-    order = "row_number() OVER ()" if time is None else f'struct_pack(t := "{time}", n := row_number() OVER ())'
-    return f'SELECT "{user}"::BIGINT AS "user", "{item}"::BIGINT AS item, {order} AS place FROM {table}'
+    order = "row_number() OVER ()" if time is None else f"struct_pack(t := {_name(time)}, n := row_number() OVER ())"
+    known = " AND ".join(f"{_name(c)} IS NOT NULL" for c in (user, item, time) if c is not None)
+    return (
+        f'SELECT {_name(user)}::BIGINT AS "user", {_name(item)}::BIGINT AS item, {order} AS place, '
+        f"CASE WHEN {known} THEN true END AS known FROM {table}"
+    )
+
+
+def _name(column: str) -> str:
+    return '"' + column.replace('"', '""') + '"'
 
 
 def _quoted(path: str | Path) -> str:

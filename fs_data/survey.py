@@ -125,7 +125,9 @@ def collisions(
         starts = range(0, min(num_rows // each, pairs + 1) * each, each)
         batches = [values[offsets[s] : offsets[s + each]] for s in starts]
         distinct = [pa.array(b).unique().to_numpy() for b in batches]
-        shared = [float(np.isin(later, now, assume_unique=True).mean()) for now, later in pairwise(distinct)]
+        shared = [
+            np.isin(later, now, assume_unique=True).sum() / max(len(later), 1) for now, later in pairwise(distinct)
+        ]
         found.append(
             Collisions(
                 ranks=num_ranks,

@@ -245,6 +245,10 @@ def _slowest(world: WorldBatch, destination: Assignment) -> int:
     return int(sum_by_rank(destination, world.cost, world.world_size).max())
 
 
+def _share_less(less: float, than: float) -> float:
+    return 1 - less / than if than else 0.0
+
+
 def _trial(
     name: str, worlds: Sequence[WorldBatch], plans: Sequence[Assignment], as_dealt: int, plan_ms: float
 ) -> Trial:
@@ -257,8 +261,8 @@ def _trial(
     moved = sum(int(w.num_bytes[p != w.rank].sum()) for w, p in zip(worlds, plans, strict=True))
     return Trial(
         partitioner=name,
-        straggler_share=1 - busy / max(slowest, 1),
-        saved_share=1 - slowest / max(as_dealt, 1),
+        straggler_share=_share_less(busy, slowest),
+        saved_share=_share_less(slowest, as_dealt),
         sparsity=float(np.mean(wasted)),
         imbalance=float(np.mean([r.imbalance for r in reports])),
         bound=float(np.mean([r.bound for r in reports])),

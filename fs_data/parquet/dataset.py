@@ -43,7 +43,7 @@ class ParquetUIHDataset(IterableDataset[dict[str, Column]]):
         max_uih: Keeps the newest that many items of each list.
         where: Reads only rows for which all terms `(column, operator, value)` hold; a list of such lists: for which one
             of the lists does. Row groups that cannot hold any, by their footers or directories, are not read. A null
-            passes `not in` alone.
+            passes only `not in` without it, and `in` with it.
         vocabularies: For columns of texts: `{column: texts}`; a text becomes its place among them.
         shuffle: Another order of groups, and of rows within a group, for each `seed` and epoch. Without it, rows come
             in the files' order.

@@ -39,6 +39,14 @@ def test_times_order_a_users_items(tmp_path: Path, form: str) -> None:
     assert rows(out) == [{"user": 1, "history": [10, 20, 21, 30]}]
 
 
+def test_names_of_files_and_columns_are_no_patterns(tmp_path: Path) -> None:
+    (tmp_path / "log[1].csv").write_text('us"er,item\n1,2\n')
+    (tmp_path / "log1.csv").write_text('us"er,item\n5,6\n')
+    out = tmp_path / "o[1]'s.parquet"
+    assert build_histories(tmp_path / "log[1].csv", out, user='us"er', split="none") == 1
+    assert rows(out) == [{"user": 1, "history": [2]}]
+
+
 def test_wrong_logs_are_named(tmp_path: Path) -> None:
     out = tmp_path / "h.parquet"
     with pytest.raises(FileNotFoundError, match="nothing at"):
@@ -53,6 +61,18 @@ def test_wrong_logs_are_named(tmp_path: Path) -> None:
     log.write_text("user,item\n1,0\n")
     with pytest.raises(ValueError, match="items must be 1 or more"):
         build_histories(log, out)
+
+
+@pytest.mark.parametrize(("lines", "lacking"), [(["1,,3", ",2,4", "1,2,"], 3), (["1,,3", "2,,4"], 2)])
+def test_interactions_that_lack_a_value_are_counted(tmp_path: Path, lines: list[str], lacking: int) -> None:
+    log = tmp_path / "LOG.CSV"
+    log.write_text("\n".join(["user,item,at", "1,2,3", *lines, ""]))
+    with pytest.raises(ValueError, match=rf"must have user, item and time, {lacking} of {len(lines) + 1} in .* lack"):
+        build_histories(log, tmp_path / "h.parquet", time="at")
+    table = pa.table({"user": [1, 2], "item": pa.array([None, None], pa.int64())})
+    pq.write_table(table, tmp_path / "log.parquet")
+    with pytest.raises(ValueError, match="must have user and item, 2 of 2 in"):
+        build_histories(tmp_path / "log.parquet", tmp_path / "h.parquet")
 
 
 def test_a_real_log_gives_its_histories(tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
@@ -50,6 +52,19 @@ def test_inspect_tells_lengths_sparsity_and_collisions(data: Path) -> None:
     assert [(c["ranks"], c["batch_size"]) for c in found["collisions"]] == [(1, 16), (4, 16)]
     assert found["collisions"][0]["collision_share"] < found["collisions"][1]["collision_share"]
     assert "400 histories" in run("inspect", data)
+
+
+def test_histories_without_items_have_nothing_to_save_or_share(tmp_path: Path) -> None:
+    path = tmp_path / "empty.parquet"
+    pq.write_table(pa.table({"history": pa.array([[]] * 300, pa.list_(pa.int64()))}), path)
+    settings = [path, "--ranks", 2, "--batch", 32, "--json"]
+    found = json.loads(run("inspect", *settings).splitlines()[-1])
+    assert found["lengths"]["items"] == 0
+    assert [(c["collision_share"], c["distinct_share"]) for c in found["collisions"]] == [(0, 0)]
+    trials = json.loads(run("balance", *settings).splitlines()[-1])["trials"]
+    assert {(t["straggler_share"], t["saved_share"]) for t in trials} == {(0, 0)}
+    run("report", *settings, "--out", tmp_path / "report.html")
+    assert "nan" not in (tmp_path / "report.html").read_text()
 
 
 def test_build_makes_histories_of_a_log(tmp_path: Path) -> None:
