@@ -2,7 +2,8 @@
 
 import hashlib
 import io
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -113,6 +114,8 @@ def read_footers(
             needed = [*names.values(), *given]
             fault = _misfit(file.path, wanted, names, needed, available, types, vocabularies)
             if fault is None:
+                fault = _contradiction(file, footer, needed)
+            if fault is None:
                 kept.append((file, footer))
                 for n in needed:
                     if n not in types or _is_unknown(types[n]):
@@ -147,21 +150,49 @@ def _groups(
     filtered = set(columns_of(where))
     for g in range(footer.metadata.num_row_groups):
         group = footer.metadata.row_group(g)
-        bounds: dict[str, Bounds] = dict(by_partition)
+        bounds: dict[str, Bounds] = {}
         num_bytes = 8 * (group.num_rows + 1) * len(types)
-        for c in range(group.num_columns):
-            chunk = group.column(c)
-            name = chunk.path_in_schema.partition(".")[0]
-            if name not in types:
-                continue
+        for name, chunk in _chunks(footer, group, types):
             num_bytes += chunk.num_values * _WIDTHS[chunk.physical_type] if chunk.physical_type in _WIDTHS else (
                 chunk.total_uncompressed_size
             )  # fmt: skip
-            if chunk.path_in_schema in filtered and chunk.is_stats_set and chunk.statistics.has_min_max:
-                stats = chunk.statistics
-                bounds[name] = Bounds(stats.min, stats.max, not stats.has_null_count or stats.null_count > 0)
-        if not where or can_match(where, bounds):
+            known = _bounds(chunk) if name in filtered else None
+            if known is not None:
+                bounds[name] = known
+        if not where or can_match(where, {**bounds, **by_partition}):
             yield RowGroup(i, g, group.num_rows, num_bytes)
+
+
+def _chunks(footer: _Footer, group: Any, names: Collection[str]) -> Iterator[tuple[str, Any]]:
+    """The column chunks of a row group that hold the columns `names`; several for a struct."""
+    for c in range(group.num_columns):
+        chunk = group.column(c)
+        path = chunk.path_in_schema
+        name = path if path in footer.schema.names else path.partition(".")[0]
+        if name in names:
+            yield name, chunk
+
+
+def _bounds(chunk: Any) -> Bounds | None:
+    stats = chunk.statistics if chunk.is_stats_set else None
+    if stats is None or not stats.has_min_max:
+        return None
+    return Bounds(stats.min, stats.max, not stats.has_null_count or stats.null_count > 0)
+
+
+def _contradiction(file: File, footer: _Footer, needed: Sequence[str]) -> str | None:
+    """A column whose values are not, by the footer, those that the name of the file's folder gives."""
+    both = {name: value for name, value in file.partitions if name in needed and name in footer.schema.names}
+    groups = (footer.metadata.row_group(g) for g in range(footer.metadata.num_row_groups if both else 0))
+    for g, group in enumerate(groups):
+        for name, chunk in _chunks(footer, group, both if group.num_rows else ()):
+            bounds = _bounds(chunk)
+            if bounds is None or bounds.has_nulls or {str(bounds.least), str(bounds.most)} != {both[name]}:
+                return (
+                    f"{file.path}, row group {g}, column {name!r}: must hold {both[name]} alone, as the name of the "
+                    f"folder says, with bounds in the footer that tell, got {bounds}; rename the folder, or the column"
+                )
+    return None
 
 
 def _parquet_names(wanted: Sequence[str], available: Mapping[str, Any]) -> dict[str, str]:
@@ -205,8 +236,12 @@ def _partition_types(files: Sequence[File]) -> dict[str, Any]:
     for file in files:
         for key, value in file.partitions:
             values.setdefault(key, []).append(value)
-    whole = {k: all(v.removeprefix("-").isdigit() for v in vs) for k, vs in values.items() if len(vs) == len(files)}
+    whole = {k: all(map(_is_int64, vs)) for k, vs in values.items() if len(vs) == len(files)}
     return {k: pa.int64() if is_whole else pa.string() for k, is_whole in whole.items()}
+
+
+def _is_int64(text: str) -> bool:
+    return re.fullmatch(r"-?[0-9]{1,19}", text) is not None and -(2**63) <= int(text) < 2**63
 
 
 def partition_value(file: File, name: str, kind: Any) -> int | str:

@@ -21,7 +21,7 @@ class Bounds(NamedTuple):
     """Or may have some."""
 
     def is_all(self, x: Any) -> bool:
-        """Whether each row surely holds `x`; bounds of floats do not tell of NaN."""
+        """Whether all that is not null surely is `x`; bounds of floats do not tell of NaN."""
         return bool(self.least == self.most == x) and not isinstance(self.least, float)
 
 

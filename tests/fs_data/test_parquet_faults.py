@@ -168,6 +168,34 @@ def test_hive_partitions_are_columns_and_prune_files(tmp_path: Path) -> None:
     assert len(users(make(tmp_path / "day=2" / "**" / "*.parquet"))) == 6
 
 
+@pytest.mark.parametrize("names", [("²", "3"), ("3", str(2**63)), ("-", "3"), ("3", "٣")])
+def test_folders_that_are_no_int64_are_texts(tmp_path: Path, names: tuple[str, str]) -> None:
+    for i, name in enumerate(names):
+        (tmp_path / f"k={name}").mkdir()
+        write(tmp_path / f"k={name}" / "h.parquet", [2], first=10 * i)
+    assert len(users(make(tmp_path))) == 4
+    assert users(make(tmp_path, where=[("k", "=", names[1])])) == [10, 11]
+
+
+def test_a_folder_and_a_column_of_one_name_must_agree(tmp_path: Path) -> None:
+    folder = tmp_path / "user=7"
+    folder.mkdir()
+    pq.write_table(pa.table({"user": [7, 7], "label": [1, 2]}), folder / "h.parquet")
+    assert users(make(tmp_path, where=[("user", "=", 7)])) == [7, 7]
+    write(folder / "h.parquet", [3], first=7)
+    (batch,) = make(tmp_path, columns=["label"])
+    assert batch["label"].tolist() == [3.5, 4, 4.5]
+    with pytest.raises(ParquetError, match=r"h\.parquet, row group 0, column 'user': must hold 7 alone"):
+        make(tmp_path)
+
+
+def test_columns_whose_names_have_dots_keep_their_own_bounds(tmp_path: Path) -> None:
+    table = pa.table({"user": [1, 2, 3, 4], "user.id": [11, 12, 13, 14]})
+    pq.write_table(table, tmp_path / "h.parquet", row_group_size=2)
+    dataset = make(tmp_path, where=[("user", ">=", 3), ("user.id", "<", 14)])
+    assert (dataset.num_rows, users(dataset)) == (2, [3])
+
+
 def test_memory_ahead_of_the_consumer_is_bounded() -> None:
     from fs_data.parquet.ahead import read_ahead
 
