@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, get_worker_info
 
 from fs_data.parquet.ahead import read_ahead
+from fs_data.parquet.arguments import names_of, quotas_of, vocabularies_of, whole
 from fs_data.parquet.board import MAX_WORKERS, Board, ParquetStats
 from fs_data.parquet.bounded import Deadline
 from fs_data.parquet.columns import Column, concatenate
@@ -58,6 +59,7 @@ class ParquetUIHDataset(IterableDataset[dict[str, Column]]):
     Raises:
         FileNotFoundError: Nothing at `source`.
         ParquetError: A broken file, a column that is not there or of another type, a null; with the place.
+        ValueError: An argument that cannot be; the text says what it must be.
     """
 
     def __init__(
@@ -81,39 +83,43 @@ class ParquetUIHDataset(IterableDataset[dict[str, Column]]):
         timeout_s: float = 300,
     ) -> None:
         super().__init__()
-        least = {"batch_size": (batch_size, 1), "max_uih": (1 if max_uih is None else max_uih, 1)}
-        least |= {"prefetch_bytes": (prefetch_bytes, 0), "retries": (retries, 0)}
-        for name, (value, at_least) in least.items():
-            if value < at_least:
-                raise ValueError(f"{name} must be at least {at_least}, got {value}")
+        sources, names = quotas_of(source), names_of(columns)
+        prefetch_bytes, retries = whole("prefetch_bytes", prefetch_bytes, 0), whole("retries", retries, 0)
+        if not (backoff_s >= 0 and timeout_s > 0):
+            raise ValueError(f"backoff_s must be at least 0 and timeout_s more, got {backoff_s} and {timeout_s}")
         if on_error not in ("raise", "skip"):
             raise ValueError(f"on_error must be 'raise' or 'skip', got {on_error!r}")
         is_distributed = dist.is_available() and dist.is_initialized()
-        self.rank = rank if rank is not None else dist.get_rank() if is_distributed else 0
-        self.world_size = world_size if world_size is not None else dist.get_world_size() if is_distributed else 1
-        if not 0 <= self.rank < self.world_size:
+        rank = rank if rank is not None else dist.get_rank() if is_distributed else 0
+        world_size = world_size if world_size is not None else dist.get_world_size() if is_distributed else 1
+        self.rank, self.world_size = whole("rank", rank, 0), whole("world_size", world_size, 1)
+        if self.rank >= self.world_size:
             raise ValueError(f"rank must be from 0 to world_size - 1, got {self.rank} of {self.world_size}")
-        sources: list[tuple[Any, float]] = list(source.items()) if isinstance(source, Mapping) else [(source, 1.0)]
-        if not sources or min(quota for _, quota in sources) <= 0:
-            raise ValueError(f"quotas must be more than 0, got {dict(sources)}; leave out a source to read none of it")
         self.quotas = [quota for _, quota in sources]
-        self.batch_size, self.shuffle, self.seed = batch_size, shuffle, seed
+        self.batch_size, self.shuffle = whole("batch_size", batch_size, 1), bool(shuffle)
+        self.seed = whole("seed", seed, 0)
         self._max_bytes = prefetch_bytes // len(sources)
         parts = alternatives(where) if where is not None else []
         self._options = ReadOptions(
-            max_uih=max_uih, where=tuple(map(tuple, parts)), vocabularies=vocabularies or {}, on_error=on_error,
+            max_uih=None if max_uih is None else whole("max_uih", max_uih, 1), where=tuple(map(tuple, parts)),
+            vocabularies=vocabularies_of(vocabularies), on_error=on_error,
             patience=Patience(retries=retries, backoff_s=backoff_s, timeout_s=timeout_s),
         )  # fmt: skip
         self._board = Board()
         self.footers: list[Footers] = []
+        types: dict[str, Any] = {}
         for one, _ in sources:
-            names = columns if not self.footers else self.footers[0].outputs
-            self.footers.append(self._read_footers(one, names, filesystem))
+            footers = self._read_footers(one, names, types, filesystem)
+            self.footers.append(footers)
+            if footers.files:  # the others must have the same columns
+                names, types = list(footers.outputs), {**footers.types, **footers.partitions}
         self._rounds: list[list[Round]] = [[] for _ in sources]
         self._positions = [0] * len(sources)  # rows of this reader's hands up to the batch that was yielded last
         self._yielded = [0] * len(sources)  # rows of each source so far, for the quotas
 
-    def _read_footers(self, source: Any, columns: Sequence[str] | None, filesystem: Any) -> Footers:
+    def _read_footers(
+        self, source: Any, columns: list[str] | None, types: Mapping[str, Any], filesystem: Any
+    ) -> Footers:
         def attempt(place: str, is_local: bool, action: Callable[[Deadline], Any]) -> Any:
             deadline = Deadline()
             return with_retries(
@@ -122,7 +128,7 @@ class ParquetUIHDataset(IterableDataset[dict[str, Column]]):
             )  # fmt: skip
 
         return read_footers(
-            find_files(source, filesystem, attempt), columns, where=self._options.where,
+            find_files(source, filesystem, attempt), columns, types, where=self._options.where,
             vocabularies=self._options.vocabularies, attempt=attempt, skip=self._options.on_error == "skip",
         )  # fmt: skip
 
@@ -137,6 +143,7 @@ class ParquetUIHDataset(IterableDataset[dict[str, Column]]):
 
     def set_epoch(self, epoch: int) -> None:
         """Another order, where `shuffle` is set, in live workers too; a position within another epoch is dropped."""
+        epoch = whole("epoch", epoch, 0)
         if epoch != self.epoch:
             self._board.withdraw_resume()
             self._board.epoch = epoch

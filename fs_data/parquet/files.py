@@ -51,9 +51,13 @@ def find_files(source: Source, filesystem: Any, attempt: Attempt) -> list[File]:
 
     Raises:
         FileNotFoundError: Nothing there; the text names the source.
+        ValueError: An empty sequence.
     """
     if not isinstance(source, (str, Path)):
-        return [file for part in source for file in find_files(part, filesystem, attempt)]
+        files = [file for part in source for file in find_files(part, filesystem, attempt)]
+        if not files:
+            raise ValueError("source must name at least one file, folder or glob, got an empty sequence")
+        return files
     where, path = _resolve(source, filesystem)
     paths = attempt(
         f"the listing of {source}", is_local(where), lambda deadline: sorted(_find(bounded(where, deadline), path))

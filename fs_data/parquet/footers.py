@@ -3,6 +3,7 @@
 import hashlib
 import io
 import re
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -64,6 +65,7 @@ def checksum(metadata: Any) -> str:
 def read_footers(
     files: Sequence[File],
     columns: Sequence[str] | None,
+    known_types: Mapping[str, Any],
     *,
     where: Sequence[Sequence[Term]],
     vocabularies: Mapping[str, Vocabulary],
@@ -73,6 +75,7 @@ def read_footers(
     """All files' footers, several at a time.
 
     Args:
+        known_types: Of columns that other sources have as well.
         columns: Names of the batch's columns, or of parquet columns with several of them; None takes all.
         attempt: Runs an access to storage, given its place, with retries.
         skip: Leaves out files that do not fit, in place of an error.
@@ -100,7 +103,7 @@ def read_footers(
     with ThreadPoolExecutor(min(16, max(1, len(files)))) as pool:
         footers = list(pool.map(read, files))
 
-    types: dict[str, Any] = {}
+    types = dict(known_types)
     wanted: list[str] | None = list(columns) if columns is not None else None
     kept: list[tuple[File, _Footer]] = []
     faults: list[str] = []
@@ -112,7 +115,8 @@ def read_footers(
                 wanted = [n for n, kind in available.items() if n not in partitions or not pa.types.is_string(kind)]
             names = _parquet_names(wanted, available)
             needed = [*names.values(), *given]
-            fault = _misfit(file.path, wanted, names, needed, available, types, vocabularies)
+            fault = _repeated(file.path, footer.schema.names)
+            fault = fault or _misfit(file.path, wanted, names, needed, available, types, vocabularies)
             if fault is None:
                 fault = _contradiction(file, footer, needed)
             if fault is None:
@@ -203,6 +207,11 @@ def _parquet_names(wanted: Sequence[str], available: Mapping[str, Any]) -> dict[
 
 def _outputs(wanted: str, types: Mapping[str, Any]) -> list[str]:
     return output_names(types[wanted], wanted) if wanted in types else [wanted]
+
+
+def _repeated(path: str, names: Sequence[str]) -> str | None:
+    repeated = [name for name, times in Counter(names).items() if times > 1]
+    return f"{path} must have each column once, it has several {repeated}; rename them" if repeated else None
 
 
 def _misfit(

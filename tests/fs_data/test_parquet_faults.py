@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from fs_data.parquet import ParquetError, ParquetUIHDataset
 from tests.fs_data.test_parquet import write
@@ -194,6 +195,54 @@ def test_columns_whose_names_have_dots_keep_their_own_bounds(tmp_path: Path) -> 
     pq.write_table(table, tmp_path / "h.parquet", row_group_size=2)
     dataset = make(tmp_path, where=[("user", ">=", 3), ("user.id", "<", 14)])
     assert (dataset.num_rows, users(dataset)) == (2, [3])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"source": []}, "source must name at least one file"),
+        ({"source": {}}, "quotas must be more than 0"),
+        ({"source": {"h.parquet": float("nan")}}, "quotas must be more than 0 and finite"),
+        ({"columns": []}, "columns must be a list of at least one name"),
+        ({"columns": "history"}, "columns must be a list of at least one name, each once, got 'history'"),
+        ({"columns": ["user", "user"]}, "columns must be a list of at least one name, each once"),
+        ({"batch_size": 2.5}, "batch_size must be a whole number, got 2.5"),
+        ({"max_uih": 0}, "max_uih must be at least 1, got 0"),
+        ({"seed": -1}, "seed must be at least 0, got -1"),
+        ({"timeout_s": float("nan")}, "timeout_s more, got 0.5 and nan"),
+        ({"rank": 2, "world_size": 2}, "rank must be from 0 to world_size - 1, got 2 of 2"),
+        ({"vocabularies": {"c": {"a", "b"}}}, "vocabularies must give 'c' a list"),
+    ],
+)
+def test_arguments_that_cannot_be_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    write(tmp_path / "h.parquet", [3])
+    with pytest.raises(ValueError, match=message):
+        ParquetUIHDataset(**{"source": tmp_path, "batch_size": 2, **options})
+
+
+def test_a_file_with_two_columns_of_one_name_is_refused(tmp_path: Path) -> None:
+    pq.write_table(pa.table([pa.array([1]), pa.array([2])], names=["user", "user"]), tmp_path / "h.parquet")
+    with pytest.raises(ParquetError, match=r"h\.parquet must have each column once, it has several \['user'\]"):
+        make(tmp_path)
+
+
+def test_mixed_sources_must_have_the_same_types(tmp_path: Path) -> None:
+    files = {str(tmp_path / name): 1.0 for name in ("a", "b")}
+    pq.write_table(pa.table({"user": [1], "history": pa.array([[1]], pa.list_(pa.int32()))}), tmp_path / "a")
+    pq.write_table(pa.table({"user": [2], "history": [[]]}), tmp_path / "b")  # of no type
+    assert [b["history"].values.dtype for b in ParquetUIHDataset(files, batch_size=1)] == [torch.int32] * 2
+    pq.write_table(pa.table({"user": [2], "history": [[1]]}), tmp_path / "b")
+    with pytest.raises(ParquetError, match=r"b, column 'history': must be list<.*int32> as in the files before"):
+        ParquetUIHDataset(files, batch_size=1)
+
+
+def test_a_source_without_matching_files_leaves_the_columns_to_the_others(tmp_path: Path) -> None:
+    for source, day in (("recent", 1), ("old", 2)):
+        (tmp_path / source / f"day={day}").mkdir(parents=True)
+        write(tmp_path / source / f"day={day}" / "h.parquet", [3])
+    sources = {str(tmp_path / name): 1.0 for name in ("recent", "old")}
+    (batch,) = ParquetUIHDataset(sources, batch_size=4, where=[("day", "=", 2)])
+    assert list(batch) == ["user", "history", "label", "day"]
 
 
 def test_memory_ahead_of_the_consumer_is_bounded() -> None:
