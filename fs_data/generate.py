@@ -83,6 +83,7 @@ def num_items_for(
     """
     if batch_rows < 1:
         raise ValueError(f"batch_rows must be at least 1, got {batch_rows}")
+    _check(max_length, exponent, follow, seed)
     lengths = draw_lengths(np.random.default_rng((seed, 1)), batch_rows, max_length=max_length)
 
     def share(power: float) -> float:
@@ -130,15 +131,12 @@ def write_histories(
     same arguments give the same file. `written` is called with the number of rows of each group.
 
     Raises:
-        ValueError: A number that is not positive.
+        ValueError: A number outside its range.
     """
     for name, value in {"num_users": num_users, "num_items": num_items, "rows_per_group": rows_per_group}.items():
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
-    if not 0 <= exponent <= 10 or not 0 <= follow <= 1:
-        raise ValueError(f"exponent must be from 0 to 10 and follow from 0 to 1, got {exponent} and {follow}")
-    if max_length < 3:
-        raise ValueError(f"max_length must be at least 3, one item to train on and two held out, got {max_length}")
+    _check(max_length, exponent, follow, seed)
     walk = ItemWalk(num_items, exponent, follow)
     names = ["user", "history", "validation", "test"]
     schema = pa.schema([(n, pa.list_(pa.int64()) if n == "history" else pa.int64()) for n in names])
@@ -160,3 +158,12 @@ def write_histories(
             ]
             writer.write_table(pa.table(columns, schema=schema), row_group_size=n)
             written(n)
+
+
+def _check(max_length: int, exponent: float, follow: float, seed: int) -> None:
+    if not 0 <= exponent <= 10 or not 0 <= follow <= 1:
+        raise ValueError(f"exponent must be from 0 to 10 and follow from 0 to 1, got {exponent} and {follow}")
+    if max_length < 3:
+        raise ValueError(f"max_length must be at least 3, one item to train on and two held out, got {max_length}")
+    if seed < 0:
+        raise ValueError(f"seed must be at least 0, got {seed}")

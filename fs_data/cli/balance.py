@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from fs_data.cli.console import AsJson, Column, Data, one_line_errors, per_cent, progress, say, say_json, show
+from fs_data.cli.console import AsJson, Data, one_line_errors, per_cent, progress, say, say_json, show
 from fs_data.trial import PARTITIONERS, by_longest, cost_model, read_lengths, try_partitioners
 
 
@@ -12,7 +12,7 @@ def balance(
     data: Data,
     ranks: Annotated[int, typer.Option(help="Ranks to train on.")] = 8,
     batch: Annotated[int, typer.Option(help="Samples a rank and step.")] = 128,
-    column: Column = "history",
+    column: Annotated[str, typer.Option(help="Column of histories: lists of items, or their lengths.")] = "history",
     cost: Annotated[
         str,
         typer.Option(

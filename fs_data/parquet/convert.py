@@ -67,6 +67,13 @@ def faulty_rows(chunked: Any, name: str, vocabularies: Mapping[str, Vocabulary])
     return np.concatenate(found)
 
 
+def fault_of(row: Any, name: str, vocabularies: Mapping[str, Vocabulary]) -> str:
+    """What is wrong with a faulty row, an array of length 1, and what to do about it."""
+    if row.null_count:
+        return "must not be null; write an empty list"
+    return _fault_of_element(row, name, vocabularies) or "must not hold a null element; leave it out"
+
+
 def to_columns(chunked: Any, name: str, vocabularies: Mapping[str, Vocabulary]) -> dict[str, Column]:
     """The batch's columns of one parquet column (`pa.ChunkedArray`) that has no faulty rows."""
     chunks = chunked.chunks or [pa.array([], chunked.type)]
@@ -108,6 +115,21 @@ def _faults(array: Any, name: str, vocabularies: Mapping[str, Vocabulary]) -> ND
         inner = _faults(_fixed_values(array), name, vocabularies) // kind.list_size
         return np.unique(np.concatenate([_nulls(array), inner])) if len(inner) or array.null_count else inner
     return _nulls(_leaf(array, name, vocabularies))
+
+
+def _fault_of_element(array: Any, name: str, vocabularies: Mapping[str, Vocabulary]) -> str | None:
+    """Of the first text that is outside its vocabulary; None where there is none."""
+    kind = array.type
+    if pa.types.is_struct(kind):
+        fields = zip(kind, array.flatten(), strict=True)
+        return next((why for f, a in fields if (why := _fault_of_element(a, f"{name}.{f.name}", vocabularies))), None)
+    if _is_list(kind) or _is_array(kind):
+        values = _items(array)[0] if _is_list(kind) else _fixed_values(array)
+        return _fault_of_element(values, name, vocabularies)
+    unknown = array.drop_null().filter(_leaf(array.drop_null(), name, vocabularies).is_null())
+    if not len(unknown):
+        return None
+    return f"must not hold {unknown[0].as_py()!r}, a text outside vocabularies[{name!r}]; add it"
 
 
 def _nulls(array: Any) -> NDArray[np.int64]:

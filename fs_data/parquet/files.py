@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
@@ -18,7 +18,7 @@ Attempt = Callable[[str, bool, Callable[[Deadline], Any]], Any]
 """Runs an access, with retries: `(place, is_local, action)`."""
 
 _SUFFIXES = (".parquet", ".parq", ".pq")
-_NATIVE = ("file", "s3", "gs", "gcs", "hdfs", "abfs", "abfss")  # pyarrow reads these itself
+_NATIVE = ("s3", "gs", "gcs", "hdfs", "abfs", "abfss")  # pyarrow reads these itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +78,14 @@ def _resolve(source: str | Path, filesystem: Any) -> tuple[Any, str]:
     scheme, separator, _ = path.partition("://")
     if not separator:
         return pafs.LocalFileSystem(), os.path.abspath(path)
+    if scheme == "file":
+        host, _, local = path.removeprefix("file://").partition("/")
+        if host not in ("", "localhost"):
+            raise ValueError(f"a URL of a local file must have an absolute path, file:///…, got {path}")
+        return pafs.LocalFileSystem(), os.path.abspath(f"/{unquote(local)}")
     if scheme in _NATIVE:
-        return pafs.FileSystem.from_uri(path)
+        place, mark, options = path.partition("?")
+        return pafs.FileSystem.from_uri(quote(place, safe="/:@%!$&'()*+,;=~") + mark + options)
     try:
         from fsspec.core import url_to_fs
     except ImportError as error:
@@ -116,9 +122,15 @@ def _is_hidden(path: str) -> bool:
 
 
 def _glob_regex(pattern: str) -> str:
-    tokens = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
-    parts = re.split(r"(\*\*/|\*\*|\*|\?|\[[^\]]+\])", pattern)
-    return "".join(tokens.get(p, p if p.startswith("[") and p.endswith("]") else re.escape(p)) for p in parts)
+    parts = re.split(r"(\*\*/|\*\*|\*|\?|\[!?[^\]!][^\]]*\])", pattern)
+    return "".join(_token_regex(part) if i % 2 else re.escape(part) for i, part in enumerate(parts))
+
+
+def _token_regex(token: str) -> str:
+    if not token.startswith("["):
+        return {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}[token]
+    characters = re.sub(r"[\\^\[&~|]", r"\\\g<0>", token[1:-1].removeprefix("!"))
+    return f"(?!/)[{'^' if token.startswith('[!') else ''}{characters}]"
 
 
 def _partitions(path: str) -> tuple[tuple[str, str], ...]:

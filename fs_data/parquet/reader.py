@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from fs_data.parquet.board import Count
 from fs_data.parquet.bounded import Deadline
 from fs_data.parquet.columns import Column, newest, rows, take
-from fs_data.parquet.convert import Vocabulary, faulty_rows, to_columns
+from fs_data.parquet.convert import Vocabulary, fault_of, faulty_rows, to_columns
 from fs_data.parquet.deal import Piece
 from fs_data.parquet.errors import ParquetError, Patience, with_retries
 from fs_data.parquet.files import File
@@ -140,10 +140,8 @@ class PieceReader:
         return [n for n in names if any(out == n or out.startswith(f"{n}.") for out in outputs)]
 
     def _describe(self, chunked: Any, name: str, row: int, place: str) -> str:
-        what = "must not hold a null element" if chunked[row].is_valid else "must not be null"
-        if name in self._options.vocabularies:
-            what += " or a text outside its vocabulary"
-        return f"{place}, column {name!r}, row {row}: {what}; write an empty list, drop the row, or on_error='skip'"
+        what = fault_of(chunked.slice(row, 1).combine_chunks(), name, self._options.vocabularies)
+        return f"{place}, column {name!r}, row {row}: {what}, drop the row, or on_error='skip'"
 
     def _convert(self, table: Any, index: NDArray[np.int64]) -> dict[str, Column]:
         is_run = len(index) == 0 or (

@@ -104,6 +104,8 @@ def test_build_makes_the_histories_of_the_games_data(tmp_path: Path) -> None:
         (["balance", "DATA", "--bytes-per-item", "-1"], "bytes_per_item must be at least 0, got -1"),
         (["generate", "out.parquet", "--exponent", "-1"], "exponent must be from 0 to 10"),
         (["generate", "out.parquet", "--collisions", "0.5", "--batch", "0"], "batch_rows must be at least 1, got 0"),
+        (["generate", "out.parquet", "--seed", "-1"], "seed must be at least 0, got -1"),
+        (["generate", "out.parquet", "--seed", "-1", "--collisions", "0.5"], "seed must be at least 0, got -1"),
         (["generate", "out.parquet", "--users", "0"], "num_users must be at least 1, got 0"),
         (["generate", "out.parquet", "--items", "5", "--collisions", "0.5"], "must not be given together"),
     ],

@@ -178,6 +178,21 @@ def test_folders_that_are_no_int64_are_texts(tmp_path: Path, names: tuple[str, s
     assert users(make(tmp_path, where=[("k", "=", names[1])])) == [10, 11]
 
 
+def test_urls_and_globs_of_local_files(tmp_path: Path) -> None:
+    for i, name in enumerate(["a", "b", "x y", "c^"]):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name / "h.parquet", [1], first=i)
+    for pattern, found in {
+        "x y/h.parquet": [2], "x%20y": [2], "[ab]/*.parquet": [0, 1], "[!a]/h.parquet": [1], "?/h.parquet": [0, 1],
+        "c[^]": [3],
+    }.items():  # fmt: skip
+        assert users(make(f"file://{tmp_path}/{pattern}")) == found
+        assert pattern == "x%20y" or users(make(tmp_path / pattern)) == found
+    assert users(make(f"file://localhost{tmp_path}/a")) == [0]
+    with pytest.raises(ValueError, match=r"must have an absolute path, file:///…, got file://data/h"):
+        make("file://data/h.parquet")
+
+
 def test_a_folder_and_a_column_of_one_name_must_agree(tmp_path: Path) -> None:
     folder = tmp_path / "user=7"
     folder.mkdir()

@@ -136,8 +136,19 @@ def test_large_ids_beside_a_skipped_null_stay_exact(tmp_path: Path) -> None:
 
 def test_a_text_outside_the_vocabulary_is_an_error(tmp_path: Path) -> None:
     write(tmp_path / "h.parquet", pa.string(), ["DE", "XX"])
-    with pytest.raises(ParquetError, match="row 1: must not hold a null element or a text outside its vocabulary"):
+    with pytest.raises(ParquetError, match=r"row 1: must not hold 'XX', a text outside vocabularies\['c'\]; add it"):
         list(make(tmp_path, batch_size=2))
+
+
+@pytest.mark.parametrize(("value", "what"), [("XX", r"'XX', a text outside vocabularies\['c.n'\]"), (None, "a null")])
+def test_a_text_within_structs_is_named_with_its_field(tmp_path: Path, value: str | None, what: str) -> None:
+    kind = pa.list_(pa.struct([("n", pa.dictionary(pa.int32(), pa.string()))]))
+    rows = [[{"n": "US"}], [{"n": "DE"}, {"n": value}], [{"n": "YY"}]]
+    table = pa.table({"c": pa.array(rows, pa.list_(pa.struct([("n", pa.string())]))).cast(kind)})
+    pq.write_table(table, tmp_path / "h.parquet")
+    dataset = ParquetUIHDataset(tmp_path, batch_size=2, vocabularies={"c.n": ["DE", "US"]})
+    with pytest.raises(ParquetError, match=f"column 'c', row 1: must not hold {what}"):
+        list(dataset)
 
 
 def test_one_field_of_structs_is_read_alone_and_max_uih_keeps_the_newest(tmp_path: Path) -> None:

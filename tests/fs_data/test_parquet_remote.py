@@ -125,11 +125,12 @@ def test_a_folder_on_s3_is_read_by_either_library(tmp_path: Path, s3: dict[str, 
 
 def test_a_url_names_server_and_bucket(tmp_path: Path, s3: dict[str, str]) -> None:
     rows = write(tmp_path / "h.parquet", [5])
-    upload(s3, tmp_path / "h.parquet", "by-url/h.parquet")
+    upload(s3, tmp_path / "h.parquet", "by-url/h 1.parquet")
     address = s3["endpoint_override"].removeprefix("http://")
-    url = f"s3://test:test@histories/by-url?scheme=http&endpoint_override={address}&region=us-east-1"
-    (batch,) = ParquetUIHDataset(url, batch_size=5)
-    assert rows_of(batch) == rows
+    for path in ("by-url", "by-url/h 1.parquet", "by-url/h%201.parquet", "by-url/h [0-9].parquet"):
+        url = f"s3://test:test@histories/{path}?scheme=http&endpoint_override={address}&region=us-east-1"
+        (batch,) = ParquetUIHDataset(url, batch_size=5)
+        assert rows_of(batch) == rows
 
 
 def test_workers_read_from_s3(tmp_path: Path, s3: dict[str, str]) -> None:
