@@ -4,7 +4,7 @@ A reader is one worker of one rank. Dealing groups in turn keeps the readers at 
 so at about the same time where rows are in order of time.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,6 +46,8 @@ def deal(pieces: Sequence[Piece], num_readers: int, *, spread: int) -> list[list
     totals = [sum(map(len, hand)) for hand in hands]
     if max(totals) - min(totals) > spread:
         _level(hands, totals)
+        turn = _turns(pieces)
+        return [_in_order(hand, turn) for hand in hands]
     return hands
 
 
@@ -62,12 +64,11 @@ def rest_of(hand: Sequence[Piece], position: int) -> list[Piece]:
 
 def rest_after(pieces: Sequence[Piece], rounds: Sequence[Round]) -> list[Piece]:
     """What is left of `pieces`, in their order, after all `rounds` of readers."""
-    turn = {piece.group: i for i, piece in reversed(list(enumerate(pieces)))}
+    turn = _turns(pieces)
     rest = list(pieces)
     for r in rounds:
         hands = deal(rest, r.num_readers, spread=r.spread)
-        left = [p for hand, done in zip(hands, r.positions, strict=True) for p in rest_of(hand, done)]
-        rest = _joined(sorted(left, key=lambda p: (turn[p.group], p.start)))
+        rest = _in_order([p for hand, done in zip(hands, r.positions, strict=True) for p in rest_of(hand, done)], turn)
     return rest
 
 
@@ -89,9 +90,15 @@ def time_skew(hands: Sequence[Sequence[Piece]], group_rows: Sequence[int], batch
     return skew
 
 
-def _joined(pieces: Sequence[Piece]) -> list[Piece]:
+def _turns(pieces: Sequence[Piece]) -> dict[int, int]:
+    """When each group comes in the epoch."""
+    return {piece.group: i for i, piece in reversed(list(enumerate(pieces)))}
+
+
+def _in_order(pieces: Sequence[Piece], turn: Mapping[int, int]) -> list[Piece]:
+    """By groups' turns, and neighbours as one."""
     joined: list[Piece] = []
-    for piece in pieces:
+    for piece in sorted(pieces, key=lambda p: (turn[p.group], p.start)):
         if joined and joined[-1].group == piece.group and joined[-1].stop == piece.start:
             joined[-1] = Piece(piece.group, joined[-1].start, piece.stop)
         else:

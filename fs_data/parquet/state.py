@@ -6,7 +6,7 @@ from typing import Any
 from fs_data.parquet.deal import Round
 from fs_data.parquet.errors import ParquetError
 
-VERSION = 2
+VERSION = 3
 KIND = "ParquetUIHDataset"
 
 

@@ -2,10 +2,13 @@
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import reduce
+from operator import and_, or_
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 Term = tuple[str, str, Any]
@@ -60,7 +63,7 @@ def columns_of(parts: Sequence[Sequence[Term]]) -> list[str]:
 
 
 def expression(parts: Sequence[Sequence[Term]]) -> Any:
-    return pq.filters_to_expression([list(part) for part in parts])
+    return reduce(or_, (reduce(and_, map(_expression_of, part)) for part in parts))
 
 
 def described(parts: Sequence[Sequence[Term]]) -> str:
@@ -103,6 +106,18 @@ def _can_hold(term: Term, bounds: Bounds | None) -> bool:
 
 def _looks_like_term(given: Any) -> bool:
     return isinstance(given, tuple) and bool(given) and isinstance(given[0], str)
+
+
+def _expression_of(term: Term) -> Any:
+    name, operator, value = term
+    if operator not in ("in", "not in"):
+        return pq.filters_to_expression([term])
+    if all(v is None for v in value):  # to Arrow of type null, with which not every column can be compared
+        is_in = pc.field(name).is_null() if value else pc.scalar(False)
+    else:
+        # Arrow looks for the bits of a number, and zero has two floats.
+        is_in = pc.field(name).isin([*value, *(-v for v in value if isinstance(v, float) and v == 0.0)])
+    return is_in if operator == "in" else ~is_in
 
 
 def _term(given: Any) -> Term:

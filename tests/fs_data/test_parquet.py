@@ -46,6 +46,7 @@ def test_every_row_is_dealt_once_and_readers_end_together(groups: list[int], rea
     assert dealt == [(g, r) for g, n in enumerate(groups) for r in range(n)]
     totals = [sum(map(len, hand)) for hand in hands]
     assert max(totals) - min(totals) <= spread
+    assert hands == [sorted(hand) for hand in hands]  # in the files' order, cut groups too
 
 
 def test_equal_groups_go_round_and_stay_whole() -> None:

@@ -72,6 +72,16 @@ def test_a_predicate_that_cannot_work_is_refused_at_once(tmp_path: Path, where: 
         ParquetUIHDataset(tmp_path, batch_size=2, where=[("age", ">", 3)])
 
 
+def test_lists_without_values_and_both_zeros_mean_what_they_say(tmp_path: Path) -> None:
+    label = pa.array(["a", None, "b"]).dictionary_encode()
+    pq.write_table(pa.table({"user": range(3), "label": label, "x": [0.0, None, -0.0]}), tmp_path / "h.parquet")
+    for where, kept in {
+        ("label", "in", ()): [], ("label", "not in", ()): [0, 1, 2], ("label", "in", (None,)): [1],
+        ("label", "not in", (None,)): [0, 2], ("x", "in", (-0.0,)): [0, 2], ("x", "not in", (0.0,)): [1],
+    }.items():  # fmt: skip
+        assert users(tmp_path, [where]) == kept, where
+
+
 def test_a_set_of_texts_is_the_same_predicate_in_each_process(tmp_path: Path) -> None:
     pq.write_table(pa.table({"user": range(3), "text": ["a", "b", "c"]}), tmp_path / "h.parquet")
     script = (
