@@ -57,11 +57,21 @@ class Engine:
             if not (is_mine := not self._num_queued and self._running.acquire(blocking=False)):
                 self._num_queued += 1
                 self._queue.put(exchange)
-        if is_mine:
-            try:
-                self._carry_out(exchange)
-            finally:
-                self._running.release()
+        if not is_mine:
+            self._wait_for(exchange)
+            return
+        try:
+            self._carry_out(exchange)
+        finally:
+            self._running.release()
+
+    def _wait_for(self, exchange: Exchange) -> None:
+        """An interrupt fails the group, as it does in an exchange on this thread: which of them it hits is chance."""
+        try:
+            exchange.done.wait()
+        except BaseException as error:
+            self._fail(error)
+            raise
 
     def close(self) -> None:
         """Lets queued exchanges end, then leaves; waits a timeout at most, and may be called twice."""

@@ -219,5 +219,8 @@ def _say_goodbye() -> None:
     reason = f"its process ended: {type(error).__name__}: {error}" if error else "its process ended"
     for pipeline in list(_live):
         pipeline.stop(reason)
-    for pipeline in list(_live):
-        pipeline.join(_EXIT_PATIENCE_S)
+    # Readers too, which may be drawing a batch still: C++ code that comes back to an interpreter that is gone aborts.
+    deadline = time.monotonic() + _EXIT_PATIENCE_S
+    for thread in threading.enumerate():
+        if thread.name.startswith("fs_data "):
+            thread.join(max(0.0, deadline - time.monotonic()))

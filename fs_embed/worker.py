@@ -1,5 +1,6 @@
 """A thread that carries out exchanges in the order they were asked for, beside the model's compute."""
 
+import atexit
 import contextlib
 import queue
 import threading
@@ -80,6 +81,8 @@ class Worker:
         self._thread = threading.Thread(target=_serve, args=arguments, name=name, daemon=True)
         self._thread.start()
         self._end = weakref.finalize(self, self._jobs.put, None)
+        self._end.atexit = False
+        _live.add(self)
 
     def close(self, timeout_s: float = 5.0) -> bool:
         """Ends the thread after the jobs that it has, and says whether it has ended; may be called twice."""
@@ -126,3 +129,15 @@ def _serve(
             for latch in list(watched):
                 latch.fail(error)
         del job, entry, ready  # what a finished job holds must not live until the next one comes
+
+
+_live: "weakref.WeakSet[Worker]" = weakref.WeakSet()
+
+
+def _at_exit() -> None:
+    """A thread that comes back from C++ code to an interpreter that has ended aborts the process."""
+    for worker in list(_live):
+        worker.close()
+
+
+atexit.register(_at_exit)

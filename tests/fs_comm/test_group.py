@@ -310,20 +310,23 @@ def test_splits_may_be_a_tensor(ranks: Ranks) -> None:
     assert ranks(2).run(_splits_of_tensors) == [[0.0, 1.0], [0.0, 0.0, 1.0, 1.0]]
 
 
-def _interrupt_within(function: str) -> None:
-    """Once the main thread is inside the function: earlier, the interrupt would hit the test itself."""
+def _interrupt_within(functions: set[str]) -> None:
+    """Once the main thread is inside one of them: earlier, the interrupt would hit the test itself."""
     main = threading.main_thread().ident
-    while main in sys._current_frames() and not any(
-        frame.f_code.co_name == function for frame, _ in traceback.walk_stack(sys._current_frames()[main])
+    while main in sys._current_frames() and functions.isdisjoint(
+        frame.f_code.co_name for frame, _ in traceback.walk_stack(sys._current_frames()[main])
     ):
         time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def _interrupted() -> list[str]:
+def _interrupted(num_queued: int) -> list[str]:
     group, texts = fs_comm.new_group(timeout_s=20.0), []
     if dist.get_rank() == 0:
-        threading.Thread(target=_interrupt_within, args=("collect",), daemon=True).start()
+        # On the main thread, or on the engine's if that has not left the one before.
+        threading.Thread(target=_interrupt_within, args=({"collect", "_wait_for"},), daemon=True).start()
+        for _ in range(num_queued):
+            dist.all_gather([torch.empty(2)] * 2, torch.zeros(2), group=group, async_op=True)
     else:
         dist.broadcast(torch.zeros(1), 0)
     for _ in range(2):
@@ -336,8 +339,9 @@ def _interrupted() -> list[str]:
     return texts
 
 
-def test_an_interrupted_operation_is_named_to_those_that_hear_of_it(ranks: Ranks) -> None:
-    here, there = ranks(2).run(_interrupted)
+@pytest.mark.parametrize("num_queued", [0, 1])
+def test_an_interrupted_operation_is_named_to_those_that_hear_of_it(ranks: Ranks, num_queued: int) -> None:
+    here, there = ranks(2).run(_interrupted, num_queued)
     assert here == ["the group failed before and is of no use any more: KeyboardInterrupt"]
     assert there[0] == "rank 0 gave the group up: KeyboardInterrupt"
 

@@ -191,7 +191,7 @@ def test_207_samples_on_four_ranks_differ_by_one(ranks: Ranks) -> None:
 # ---- processes ------------------------------------------------------------------------------------------------------
 
 _PARENT = """
-    import faulthandler, signal, sys
+    import faulthandler, signal
     faulthandler.register(signal.SIGUSR1)  # all threads' stacks, should it not end
     import torch
     from torch.utils.data import DataLoader
@@ -203,9 +203,10 @@ _PARENT = """
         with BalancedDataLoader(inner, partitioner=lambda world, runtime: world.rank) as loader:
             for i, batch in enumerate(loader):
                 if i == 1:
-                    import multiprocessing
+                    import multiprocessing, time
                     print(*[p.pid for p in multiprocessing.active_children()], flush=True)
-                    sys.stdin.read()
+                    for _ in range(1000):  # one long wait would miss a signal that came right before it
+                        time.sleep(0.05)
 """
 
 
@@ -234,6 +235,39 @@ def test_no_worker_outlives_its_parent(tmp_path: Path, sent: signal.Signals) -> 
         while any(map(_lives, workers)) and time.monotonic() < deadline:
             time.sleep(0.1)
         assert not any(map(_lives, workers))
+
+
+_ENDS_EARLY = """
+    import atexit, threading, time
+    atexit.register(lambda: print([t.name for t in threading.enumerate()]))  # after what is registered from now on
+    import torch
+    from fs_data import BalancedDataLoader
+
+    drawing = threading.Event()
+
+    class Batches:
+        def __iter__(self):
+            yield torch.ones(4, 2)
+            drawing.set()
+            time.sleep(0.5)
+            yield torch.ones(4, 2)
+
+    def no_plan(world, runtime):
+        drawing.wait(10)
+        raise ValueError("no plan")
+
+    for _ in BalancedDataLoader(Batches(), partitioner=no_plan):
+        pass
+"""
+
+
+def test_no_thread_outlives_the_interpreter() -> None:
+    """One that comes back from C++ to an interpreter that has ended aborts the process: torch's `terminate called`."""
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-c", textwrap.dedent(_ENDS_EARLY)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert "ValueError: no plan" in done.stderr
+    assert (done.returncode, done.stdout) == (1, "['MainThread']\n")
 
 
 def _lives(pid: int) -> bool:

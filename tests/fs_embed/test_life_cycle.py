@@ -3,6 +3,8 @@
 import gc
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -130,3 +132,23 @@ def test_a_gradient_may_be_overwritten_after_the_backward() -> None:
     after = model.state_dict()["table.weight"][ids]
     assert torch.equal(after, make_model().table.weight.detach()[ids] - 1)
     model.table.close()
+
+
+_ENDS_EARLY = """
+import atexit, threading, time
+atexit.register(lambda: print([t.name for t in threading.enumerate()]))  # after what is registered from now on
+import torch
+from fs_embed.worker import Worker
+
+worker = Worker("fs_embed", torch.device("cpu"))
+worker.submit(lambda: time.sleep(0.5), "a job that takes its time")
+raise SystemExit(3)
+"""
+
+
+def test_no_thread_outlives_the_interpreter() -> None:
+    """One that comes back from C++ to an interpreter that has ended aborts the process."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-c", _ENDS_EARLY]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (3, "['MainThread']\n"), done.stderr
