@@ -18,6 +18,7 @@ def read_ahead(
     items: Iterable[Item],
     read: Callable[[Item], Part],
     num_bytes: Callable[[Item], int],
+    reading_bytes: Callable[[Item], int],
     *,
     max_bytes: int,
     timeout_s: float,
@@ -27,6 +28,10 @@ def read_ahead(
     Parts that were read, are being read, or are with the consumer hold at most `max_bytes`; only where not even one
     would fit is it read nevertheless. With `max_bytes` 0, nothing runs ahead and there is no thread.
 
+    Args:
+        num_bytes: Of a part.
+        reading_bytes: Most memory while it is read, itself included.
+
     Raises:
         ParquetError: A read did not end within `timeout_s`, nor soon after.
     """
@@ -34,23 +39,24 @@ def read_ahead(
         yield from map(read, items)
         return
     pool = ThreadPoolExecutor(1, thread_name_prefix="parquet-ahead")
-    queue: deque[tuple[Future[Part], int]] = deque()
+    queue: deque[tuple[Future[Part], Item]] = deque()
     lent: deque[int] = deque(maxlen=2)  # the consumer's batch may share memory with two parts
 
-    def fits(size: int) -> bool:
-        # Decoding needs up to twice as much again: the file's pages, and buffers that grow by doubling.
-        return sum(held for _, held in queue) + sum(lent) + 3 * size <= max_bytes
+    def fits(item: Item) -> bool:
+        waiting = [item, *(queued for _, queued in queue)]
+        held = sum(map(num_bytes, waiting)) + sum(lent)
+        return held + max(reading_bytes(one) - num_bytes(one) for one in waiting) <= max_bytes  # one is read at a time
 
     coming = iter(items)
     upcoming = next(coming, None)
     try:
         while True:
-            while upcoming is not None and (not queue or fits(num_bytes(upcoming))):
-                queue.append((pool.submit(read, upcoming), num_bytes(upcoming)))
+            while upcoming is not None and (not queue or fits(upcoming)):
+                queue.append((pool.submit(read, upcoming), upcoming))
                 upcoming = next(coming, None)
             if not queue:
                 return
-            future, size = queue.popleft()
+            future, item = queue.popleft()
             try:
                 part = future.result(timeout_s + _GRACE_S)
             except TimeoutError as error:
@@ -58,7 +64,7 @@ def read_ahead(
                     raise
                 raise ParquetError(f"a row group must be read within {timeout_s:g} s; raise timeout_s") from error
             del future
-            lent.append(size)
+            lent.append(num_bytes(item))
             yield part
             del part
     finally:

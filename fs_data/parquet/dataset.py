@@ -257,13 +257,17 @@ class ParquetUIHDataset(IterableDataset[dict[str, Column]]):
             order = self._permutation(num_rows, epoch, source, piece.group) if self.shuffle else None
             return reader.read(piece, order)
 
+        # Rows in another order are a copy, beside the group that they are picked from.
         def num_bytes(piece: Piece) -> int:
-            # Rows in another order are a copy, beside the group that they are picked from.
             return footers.groups[piece.group].num_bytes * (2 if self.shuffle else 1)
+
+        def reading_bytes(piece: Piece) -> int:
+            group = footers.groups[piece.group]
+            return group.decoding_bytes + (group.num_bytes if self.shuffle else 0)
 
         hand, timeout_s = self._hand(source), self._options.patience.timeout_s
         try:
-            yield from read_ahead(hand, read, num_bytes, max_bytes=self._max_bytes, timeout_s=timeout_s)
+            yield from read_ahead(hand, read, num_bytes, reading_bytes, max_bytes=self._max_bytes, timeout_s=timeout_s)
         finally:
             reader.give_up()
 

@@ -29,6 +29,8 @@ class RowGroup:
     num_rows: int
     num_bytes: int
     """Of the columns that are read, once decoded: at most."""
+    decoding_bytes: int
+    """Most memory while they are decoded, they included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,16 +157,24 @@ def _groups(
     for g in range(footer.metadata.num_row_groups):
         group = footer.metadata.row_group(g)
         bounds: dict[str, Bounds] = {}
-        num_bytes = 8 * (group.num_rows + 1) * len(types)
+        num_bytes = decoding_bytes = 8 * (group.num_rows + 1) * len(types)
         for name, chunk in _chunks(footer, group, types):
-            num_bytes += chunk.num_values * _WIDTHS[chunk.physical_type] if chunk.physical_type in _WIDTHS else (
-                chunk.total_uncompressed_size
-            )  # fmt: skip
+            width = _WIDTHS.get(chunk.physical_type)
+            of_values = chunk.total_uncompressed_size if width is None else width * chunk.num_values
+            num_bytes += of_values
+            # The file's bytes, a page of them decompressed, and buffers that grow by doubling: for values, and for two
+            # levels of 16 bits that say where lists begin.
+            decoding_bytes += chunk.total_compressed_size + chunk.total_uncompressed_size
+            decoding_bytes += _grown(of_values) + 2 * _grown(2 * chunk.num_values)
             known = _bounds(chunk) if name in filtered else None
             if known is not None:
                 bounds[name] = known
         if not where or can_match(where, {**bounds, **by_partition}):
-            yield RowGroup(i, g, group.num_rows, num_bytes)
+            yield RowGroup(i, g, group.num_rows, num_bytes, decoding_bytes)
+
+
+def _grown(num_bytes: int) -> int:
+    return 1 << num_bytes.bit_length()
 
 
 def _chunks(footer: _Footer, group: Any, names: Collection[str]) -> Iterator[tuple[str, Any]]:
