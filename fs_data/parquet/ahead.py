@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
-from fs_data.parquet.errors import ParquetError
+from fs_data.parquet.errors import StorageError
 
 _GRACE_S = 5.0
 """A read that can be stopped ends by itself at its time-out, and says more about it."""
@@ -33,7 +33,7 @@ def read_ahead(
         reading_bytes: Most memory while it is read, itself included.
 
     Raises:
-        ParquetError: A read did not end within `timeout_s`, nor soon after.
+        StorageError: A read did not end within `timeout_s`, nor soon after.
     """
     if max_bytes == 0:
         yield from map(read, items)
@@ -62,7 +62,7 @@ def read_ahead(
             except TimeoutError as error:
                 if future.done():
                     raise
-                raise ParquetError(f"a row group must be read within {timeout_s:g} s; raise timeout_s") from error
+                raise StorageError(f"a row group must be read within {timeout_s:g} s; raise timeout_s") from error
             del future
             lent.append(num_bytes(item))
             yield part

@@ -18,6 +18,10 @@ class ParquetError(ValueError):
     """A file that cannot be read as histories, or that changed under a saved state."""
 
 
+class StorageError(ParquetError):
+    """Storage that failed, or did not answer, for longer than it was waited for."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Patience:
     """With storage that fails or does not answer."""
@@ -45,15 +49,19 @@ def with_retries(
         deadline: Started here; `action` reads by filesystems that are `bounded` by it.
 
     Raises:
-        FileNotFoundError, PermissionError: As they come; the former on a local disk only.
-        ParquetError: Broken bytes, or a failure that outlived all retries; with the place.
+        FileNotFoundError: As it comes, on a local disk only.
+        PermissionError: With the place, which remote filesystems leave out.
+        StorageError: A failure that outlived all retries; with the place.
+        ParquetError: Broken bytes; with the place.
     """
     deadline.start(patience.timeout_s)
     for attempt in range(patience.retries + 1):
         try:
             return action()
-        except (PermissionError, ParquetError):
+        except ParquetError:
             raise
+        except PermissionError as error:
+            raise PermissionError(f"{place} must be open to your credentials: {error}") from error
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
             raise ParquetError(f"{place} must be a complete parquet file: {error}; was it cut short?") from error
         except Exception as error:  # each filesystem library has errors of its own
@@ -65,12 +73,12 @@ def with_retries(
                 raise ParquetError(f"{place} must hold intact pages: {error}; write the file anew") from error
             wait_s = patience.backoff_s * 2**attempt
             if deadline.left_s <= (wait_s if attempt < patience.retries else 0):
-                raise ParquetError(
+                raise StorageError(
                     f"{place} must be read within {patience.timeout_s:g} s, retries included; raise timeout_s "
                     f"({error!r})"
                 ) from error
             if attempt == patience.retries:
-                raise ParquetError(
+                raise StorageError(
                     f"{place} must be readable, failed {attempt + 1} times, at last by {error!r}"
                 ) from error
             _log.warning(

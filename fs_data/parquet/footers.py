@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from fs_data.parquet.bounded import Deadline
 from fs_data.parquet.convert import Vocabulary, output_names, why_not
-from fs_data.parquet.errors import ParquetError
+from fs_data.parquet.errors import ParquetError, StorageError
 from fs_data.parquet.files import Attempt, File
 from fs_data.parquet.where import Bounds, Term, can_match, check_types, columns_of
 
@@ -80,7 +80,7 @@ def read_footers(
         known_types: Of columns that other sources have as well.
         columns: Names of the batch's columns, or of parquet columns with several of them; None takes all.
         attempt: Runs an access to storage, given its place, with retries.
-        skip: Leaves out files that do not fit, in place of an error.
+        skip: Leaves out files that do not fit, in place of an error; not those that storage failed to give.
 
     Raises:
         ParquetError: A broken file, a missing column, a type that differs from the other files' or has no tensor.
@@ -98,7 +98,8 @@ def read_footers(
         try:
             return attempt(file.path, file.is_local, access)
         except ParquetError as error:
-            if not skip:
+            # Other readers may have got the footer: they would take this one's rows for those of the other files.
+            if not skip or isinstance(error, StorageError):
                 raise
             return error
 

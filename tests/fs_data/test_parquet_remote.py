@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pyarrow.fs as pafs
 import pytest
@@ -172,6 +173,29 @@ def test_a_lasting_failure_names_file_and_attempts_or_skips_the_group(tmp_path: 
     assert (dataset.stats().groups_skipped, dataset.stats().rows_skipped) == (1, 7)
 
 
+def test_footers_that_the_storage_does_not_give_are_no_files_to_skip(tmp_path: Path, server: FileServer) -> None:
+    for name in ("a", "b"):
+        write(tmp_path / f"{name}.parquet", [7])
+    source = [f"{server.url}/{name}.parquet" for name in ("a", "b")]
+    server.failures = 1  # other readers would get this one, and deal its rows too
+    with pytest.raises(ParquetError, match=r"/[ab]\.parquet must be readable, failed 1 times"):
+        ParquetUIHDataset(source, batch_size=10, on_error="skip", retries=0)
+
+
+def test_a_file_that_must_not_be_read_is_named(tmp_path: Path, s3: dict[str, str]) -> None:
+    s3fs = pytest.importorskip("s3fs", reason="s3fs is missing")
+    filesystem = s3fs.S3FileSystem(key="test", secret="test", endpoint_url=s3["endpoint_override"])
+    write(tmp_path / "h.parquet", [7])
+    upload(s3, tmp_path / "h.parquet", "closed/h.parquet")
+    dataset = ParquetUIHDataset("histories/closed", batch_size=4, filesystem=filesystem)
+    forbidden = mock.patch.object(filesystem, "open", side_effect=PermissionError("Forbidden"))
+    with (
+        forbidden,
+        pytest.raises(PermissionError, match=r"closed/h\.parquet, row group 0 must be open to your cred.*Forb"),
+    ):
+        list(dataset)
+
+
 def test_a_server_that_fails_while_listing_is_asked_again(tmp_path: Path, server: FileServer) -> None:
     rows = write(tmp_path / "h.parquet", [7])
     server.all_failures = 2  # the first look at the file: a HEAD, and a GET in its place
@@ -231,5 +255,5 @@ except KeyboardInterrupt:
     url = f"{server.url}/h.parquet"
     places = [f"{url}, row group 0", f"{url}, row group 0", url, "silent", f"the listing of {url}", "interrupted"]
     for line, place in zip(lines, places, strict=True):
-        assert line == f"{place}\n" or line.startswith(f"ParquetError {place} {late}"), line
+        assert line == f"{place}\n" or line.startswith(f"StorageError {place} {late}"), line
     assert child.returncode == 0
