@@ -40,8 +40,8 @@ def build_histories(
 
     Raises:
         FileNotFoundError: No log.
-        ValueError: A column that is not there or not of integers, an empty log, an interaction that lacks a value, or
-            an item below 1, which is kept for "none".
+        ValueError: A column that is not there or not of integers, an empty log, an interaction that lacks a value,
+            an item below 1, which is kept for "none", or the log itself as `out`.
         RuntimeError: What DuckDB cannot read or do, in its words.
         ModuleNotFoundError: DuckDB is not installed.
     """
@@ -49,6 +49,10 @@ def build_histories(
         raise ValueError(f"split must be one of {get_args(Split)}, got {split!r}")
     if not Path(log).exists():
         raise FileNotFoundError(f"the log must be a file: nothing at {log}")
+    if Path(log).is_dir():
+        raise ValueError(f"the log must be a file, {log} is a folder")
+    if Path(out).exists() and Path(out).samefile(log):
+        raise ValueError(f"the histories must go to a file of their own, {out} is the log")
     try:
         import duckdb
     except ModuleNotFoundError as error:
@@ -93,6 +97,10 @@ def _duckdb_errors(kind: type[Exception], log: str | Path) -> Iterator[None]:
         yield
     except kind as error:
         raise RuntimeError(f"building histories of {log}: {error}") from error
+    except RuntimeError as error:
+        if str(error) == "Query interrupted":
+            raise KeyboardInterrupt from error
+        raise
 
 
 def _source(db: "duckdb.DuckDBPyConnection", log: str | Path, user: str, item: str, time: str | None) -> str:

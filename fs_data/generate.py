@@ -7,7 +7,8 @@ Items: popularity is Zipf-like, and an item is followed by one of a few successo
 a model's loss really falls as it learns them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,7 @@ Ints = NDArray[np.int64]
 
 _PAPER_MAX, _PAPER_MEDIAN, _SIGMA = 21_000, 3_500, 0.9
 _SUCCESSORS = 4
+_MOST_ITEMS = 2**53
 _MULTIPLIER = 0x9E3779B97F4A7C15 >> 1  # odd after the shift and | 1: a bijection of 64-bit integers
 
 
@@ -137,10 +139,17 @@ def write_histories(
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
     _check(max_length, exponent, follow, seed)
+    if num_items > _MOST_ITEMS:
+        raise ValueError(f"num_items must be at most 2^53, which floats tell apart, got {num_items}")
+    if rows_per_group * max_length >= 2**31:
+        raise ValueError(
+            f"a row group must hold less than 2^31 items, {rows_per_group} users of up to {max_length} may have more: "
+            "make rows_per_group or max_length smaller"
+        )
     walk = ItemWalk(num_items, exponent, follow)
     names = ["user", "history", "validation", "test"]
     schema = pa.schema([(n, pa.list_(pa.int64()) if n == "history" else pa.int64()) for n in names])
-    with pq.ParquetWriter(path, schema) as writer:
+    with _whole(path), pq.ParquetWriter(path, schema) as writer:
         for first in range(0, num_users, rows_per_group):
             n = min(rows_per_group, num_users - first)
             rng = np.random.default_rng((seed, first))
@@ -160,10 +169,23 @@ def write_histories(
             written(n)
 
 
+@contextmanager
+def _whole(path: str | Path) -> Iterator[None]:
+    """Leaves no file where writing it ends early: its writer completes it, and it would pass for a whole one."""
+    try:
+        yield
+    except BaseException:
+        if Path(path).is_file():
+            Path(path).unlink()
+        raise
+
+
 def _check(max_length: int, exponent: float, follow: float, seed: int) -> None:
     if not 0 <= exponent <= 10 or not 0 <= follow <= 1:
         raise ValueError(f"exponent must be from 0 to 10 and follow from 0 to 1, got {exponent} and {follow}")
     if max_length < 3:
         raise ValueError(f"max_length must be at least 3, one item to train on and two held out, got {max_length}")
+    if max_length >= 2**31:
+        raise ValueError(f"max_length must be less than 2^31, got {max_length}")
     if seed < 0:
         raise ValueError(f"seed must be at least 0, got {seed}")

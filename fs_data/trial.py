@@ -100,7 +100,10 @@ def cost_model(text: str) -> CostModel:
         if name == "power":
             return Power(float(settings)) if settings else Power()
         if name == "quadratic":
-            return Quadratic(*map(int, settings.split(","))) if settings else Quadratic()
+            if not settings:
+                return Quadratic()
+            per_item, per_item_squared = map(int, settings.split(","))
+            return Quadratic(per_item, per_item_squared)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{text!r} is no cost model: {error}") from error
     if Path(text).is_file():
@@ -121,11 +124,16 @@ def measured_cost(path: Path) -> Quadratic:
         ValueError: Missing columns, no number where one must be, or times that do not grow with length.
     """
     moments = Moments()
-    with open(path, newline="") as file:
+    with open(path, newline="", encoding="utf-8-sig") as file:  # spreadsheets begin with a mark
         reader = csv.DictReader(file)
-        if missing := {"length", "ms"} - set(reader.fieldnames or ()):
-            raise ValueError(f"{path} must have the columns length and ms, it lacks {sorted(missing)}")
-        for number, line in enumerate(reader, 2):
+        try:
+            names = reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
+            lines = [(reader.line_num, line) for line in reader]
+        except (UnicodeDecodeError, csv.Error) as error:
+            raise ValueError(f"{path} must be a CSV file: {error}") from error
+        if missing := {"length", "ms"} - set(names):
+            raise ValueError(f"{path} must have the columns length and ms, it lacks {sorted(missing)} of {names}")
+        for number, line in lines:
             try:
                 length, samples, ms = float(line["length"]), float(line.get("samples") or 1), float(line["ms"])
             except (TypeError, ValueError) as error:
@@ -165,6 +173,8 @@ def try_partitioners(
     """
     if bytes_per_item < 0:
         raise ValueError(f"bytes_per_item must be at least 0, got {bytes_per_item}")
+    if bytes_per_item * int(lengths.sum()) >= 2**62:
+        raise ValueError(f"all items must have less than 2^62 bytes, bytes_per_item is {bytes_per_item}")
     worlds = list(_worlds(_dealt(lengths, ranks, batch_size, most_steps, seed), ranks, cost, bytes_per_item))
     as_dealt = sum(_slowest(world, world.rank) for world in worlds)
     trials: list[Trial] = []

@@ -24,6 +24,8 @@ def report(
     """One self-contained HTML page with plots of what inspect and balance say; light or dark, readable on a phone."""
     with one_line_errors():
         model = cost_model(cost)
+        if out.exists() and Path(data).exists() and out.samefile(data):
+            raise ValueError(f"the page must go to a file of its own, {out} is the data")
         with progress("reading lengths") as done:
             lengths = read_lengths(data, column, done)
         found = describe(lengths)

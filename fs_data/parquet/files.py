@@ -51,7 +51,7 @@ def find_files(source: Source, filesystem: Any, attempt: Attempt) -> list[File]:
 
     Raises:
         FileNotFoundError: Nothing there; the text names the source.
-        ValueError: An empty sequence.
+        ValueError: An empty sequence, or an empty text.
     """
     if not isinstance(source, (str, Path)):
         files = [file for part in source for file in find_files(part, filesystem, attempt)]
@@ -75,6 +75,8 @@ def _resolve(source: str | Path, filesystem: Any) -> tuple[Any, str]:
         if isinstance(filesystem, pafs.FileSystem):
             return filesystem, os.path.abspath(path) if is_local(filesystem) else path.partition("://")[2] or path
         return pafs.PyFileSystem(pafs.FSSpecHandler(filesystem)), str(filesystem._strip_protocol(path))
+    if not path:
+        raise ValueError("source must name a file, folder or glob, got an empty text; '.' is the current folder")
     scheme, separator, _ = path.partition("://")
     if not separator:
         return pafs.LocalFileSystem(), os.path.abspath(path)

@@ -3,8 +3,10 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pyarrow as pa
@@ -67,6 +69,38 @@ def test_histories_without_items_have_nothing_to_save_or_share(tmp_path: Path) -
     assert "nan" not in (tmp_path / "report.html").read_text()
 
 
+def test_short_histories_have_a_class_for_each_length(tmp_path: Path) -> None:
+    path = tmp_path / "short.parquet"
+    pq.write_table(pa.table({"history": [[7, 8], [9], [], [1]]}), path)
+    assert json.loads(run("inspect", path, "--json").splitlines()[-1])["lengths"]["histogram"] == [
+        [0, 1],
+        [1, 2],
+        [2, 1],
+    ]
+
+
+def test_no_command_writes_over_what_it_reads(data: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log.csv"
+    log.write_text("user,item\n1,5\n")
+    (tmp_path / "link.csv").symlink_to(log)
+    assert "is the log" in run("build", log, tmp_path / "link.csv", status=1)
+    assert "is the data" in run("report", data, "--ranks", 2, "--batch", 8, "--out", data, status=1)
+    assert log.read_text() == "user,item\n1,5\n"
+    run("balance", data, "--ranks", 2, "--batch", 8)
+
+
+def test_an_interrupted_command_says_so_and_leaves_nothing_that_looks_whole(tmp_path: Path) -> None:
+    script = "import sys; sys.argv[0] = 'fs-data'; from fs_data.cli import main; main()"
+    command = [sys.executable, "-c", script, "generate", tmp_path / "h.parquet", "--users", "10000000"]
+    child = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    while not (tmp_path / "h.parquet").exists() or not (tmp_path / "h.parquet").stat().st_size:
+        assert child.poll() is None
+        time.sleep(0.05)
+    child.send_signal(signal.SIGINT)
+    assert child.wait(20) == 130
+    assert not list(tmp_path.iterdir())
+
+
 def test_build_makes_histories_of_a_log(tmp_path: Path) -> None:
     log = tmp_path / "log.csv"
     log.write_text("user,item,at\n1,5,3\n1,6,1\n1,7,2\n2,9,1\n1,8,9\n")
@@ -106,6 +140,13 @@ def test_build_makes_the_histories_of_the_games_data(tmp_path: Path) -> None:
         (["generate", "out.parquet", "--collisions", "0.5", "--batch", "0"], "batch_rows must be at least 1, got 0"),
         (["generate", "out.parquet", "--seed", "-1"], "seed must be at least 0, got -1"),
         (["generate", "out.parquet", "--seed", "-1", "--collisions", "0.5"], "seed must be at least 0, got -1"),
+        (["balance", "DATA", "--bytes-per-item", "9" * 19], "all items must have less than 2^62 bytes"),
+        (["balance", "DATA", "--cost", "quadratic:1"], "'quadratic:1' is no cost model"),
+        (["balance", ""], "source must name a file, folder or glob, got an empty text"),
+        (["build", ".", "out.parquet"], "the log must be a file, . is a folder"),
+        (["generate", "out.parquet", "--items", "9" * 20], "num_items must be at most 2^53"),
+        (["generate", "out.parquet", "--max-length", "9" * 20], "max_length must be less than 2^31"),
+        (["generate", "out.parquet", "--rows-per-group", "200000"], "a row group must hold less than 2^31 items"),
         (["generate", "out.parquet", "--users", "0"], "num_users must be at least 1, got 0"),
         (["generate", "out.parquet", "--items", "5", "--collisions", "0.5"], "must not be given together"),
     ],
@@ -123,6 +164,15 @@ def test_the_installed_command_runs(data: Path) -> None:
     assert command, "fs-data must be installed beside the interpreter: make setup"
     done = subprocess.run([command, "inspect", data, "--json"], capture_output=True, text=True, check=True, timeout=60)
     assert json.loads(done.stdout.splitlines()[-1])["lengths"]["rows"] == 400
+    poor = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    arguments = [command, "balance", data, "--ranks", "2", "--batch", "8", "--partitioner", "lpt"]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=True, timeout=60, env=poor)
+    assert "2 ranks ? 8" in done.stdout
+    if Path("/dev/full").exists():
+        with open("/dev/full", "w") as full:
+            failed = subprocess.run([*arguments, "--json"], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+        assert failed.returncode == 1
+        assert failed.stderr.strip().startswith("fs-data: the results must be written: [Errno 28]")
     failed = subprocess.run([command, "inspect", "none"], capture_output=True, text=True, check=False, timeout=60)
     assert failed.returncode == 1
 

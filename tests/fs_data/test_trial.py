@@ -65,6 +65,10 @@ def test_cost_models_come_from_text_and_from_times(tmp_path: Path) -> None:
     model = measured_cost(times)
     assert model.per_item_squared / model.per_item == pytest.approx(1e-6 / 2e-3, rel=1e-3)
     assert cost_model(str(times)) == model
+    times.write_text(
+        "\ufeff    " + times.read_text().replace("\n", "\n    ")
+    )  # by a spreadsheet, or copied from a page
+    assert measured_cost(times) == model
 
 
 @pytest.mark.parametrize(
@@ -86,8 +90,11 @@ def test_times_that_say_nothing_are_refused_with_their_line(tmp_path: Path) -> N
     times.write_text("length,seconds\n1,2\n")
     with pytest.raises(ValueError, match=r"must have the columns length and ms, it lacks \['ms'\]"):
         measured_cost(times)
-    times.write_text("length,ms\n10,1\nten,2\n")
-    with pytest.raises(ValueError, match="line 3: length, ms and samples must be numbers"):
+    times.write_bytes(b"\x80")
+    with pytest.raises(ValueError, match=r"times\.csv must be a CSV file: 'utf-8' codec"):
+        measured_cost(times)
+    times.write_text("length,ms\n10,1\n\nten,2\n")
+    with pytest.raises(ValueError, match="line 4: length, ms and samples must be numbers"):
         measured_cost(times)
     times.write_text("length,ms\n10,1\n20,nan\n")
     with pytest.raises(ValueError, match="line 3: length, ms and samples must be finite"):
