@@ -65,9 +65,8 @@ def test_cost_models_come_from_text_and_from_times(tmp_path: Path) -> None:
     model = measured_cost(times)
     assert model.per_item_squared / model.per_item == pytest.approx(1e-6 / 2e-3, rel=1e-3)
     assert cost_model(str(times)) == model
-    times.write_text(
-        "\ufeff    " + times.read_text().replace("\n", "\n    ")
-    )  # by a spreadsheet, or copied from a page
+    lines = times.read_text().splitlines()
+    times.write_text("\ufeff" + "\n".join(f"    {line}" for line in lines))  # by a spreadsheet, or copied from a page
     assert measured_cost(times) == model
 
 
