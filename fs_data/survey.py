@@ -9,11 +9,11 @@ from itertools import pairwise
 
 import numpy as np
 import pyarrow as pa
+import torch
 from numpy.typing import NDArray
 
 from fs_data.jagged import JaggedColumn
-from fs_data.parquet import ParquetUIHDataset
-from fs_data.trial import LIMITS, sparsity
+from fs_data.trial import LIMITS, column_of, sparsity
 
 Ints = NDArray[np.int64]
 
@@ -164,8 +164,11 @@ def _first_ids(
 
 
 def _parts(source: str, column: str) -> Iterator[JaggedColumn]:
-    for batch in ParquetUIHDataset(source, columns=[column], batch_size=256, rank=0, world_size=1):
-        values = batch[column]
-        if not isinstance(values, JaggedColumn) or values.values.is_floating_point() or values.values.dim() != 1:
+    for part in column_of(source, column, batch_size=256):
+        if not isinstance(part, JaggedColumn) or not _are_ids(part.values):
             raise ValueError(f"{column!r} must hold lists of integer ids")
-        yield values
+        yield part
+
+
+def _are_ids(values: torch.Tensor) -> bool:
+    return values.dim() == 1 and not values.is_floating_point() and values.dtype != torch.bool

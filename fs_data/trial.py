@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from fs_data.cost import CostModel, Linear, Moments, Power, Quadratic, quantise
 from fs_data.jagged import JaggedColumn, NestedColumn
 from fs_data.parquet import ParquetUIHDataset
+from fs_data.parquet.columns import Column
 from fs_data.partition import NAMES, PlanReport, identity, make, report
 from fs_data.partition.report import sum_by_rank
 from fs_data.plan import Assignment, RuntimeInfo, WorldBatch
@@ -69,22 +71,36 @@ def read_lengths(source: str, column: str = "history", seen: Callable[[int], Non
         ValueError: A column of another kind, or a negative length.
     """
     lengths: list[Ints] = []
-    for batch in ParquetUIHDataset(source, columns=[column], batch_size=4096, rank=0, world_size=1):
-        values = batch[column]
+    for values in column_of(source, column, batch_size=4096):
         if isinstance(values, NestedColumn):
             some = values.outer_offsets.diff()
         elif isinstance(values, JaggedColumn):
             some = values.lengths
-        elif values.dim() == 1 and not values.is_floating_point():
+        elif values.dim() == 1 and not values.is_floating_point() and values.dtype != torch.bool:
             some = values
         else:
-            raise ValueError(f"{column!r} must hold lists, or integers that are lengths; got {values.dtype}")
+            fixed = f" in lists of fixed size {values.shape[1]}" if values.dim() == 2 else ""
+            raise ValueError(f"{column!r} must hold lists, or integers that are lengths; got {values.dtype}{fixed}")
         lengths.append(some.numpy().astype(np.int64))
         seen(len(some))
     found = np.concatenate(lengths) if lengths else np.zeros(0, np.int64)
     if found.min(initial=0) < 0:
         raise ValueError(f"lengths in {column!r} must be at least 0, got {found.min()}")
     return found
+
+
+def column_of(source: str, column: str, *, batch_size: int) -> Iterator[Column]:
+    """Batches of one column.
+
+    Raises:
+        ParquetError: No such column, or a broken file.
+        ValueError: A column of structs.
+    """
+    dataset = ParquetUIHDataset(source, columns=[column], batch_size=batch_size, rank=0, world_size=1)
+    if fields := sorted({out for f in dataset.footers for out in f.outputs} - {column}):
+        raise ValueError(f"{column!r} must hold lists, it holds structs: choose one of {fields}")
+    for batch in dataset:
+        yield batch[column]
 
 
 def cost_model(text: str) -> CostModel:

@@ -112,6 +112,19 @@ def test_lengths_come_from_lists_and_from_integers(tmp_path: Path) -> None:
     assert read_lengths(source, "n").tolist() == [4, 0, 2]
     with pytest.raises(ValueError, match="'x' must hold lists, or integers"):
         read_lengths(source, "x")
+    structs = pa.array([{"id": [1, 2], "ok": [True, False]}])
+    pairs = pa.array([[1, 2]], pa.list_(pa.int64(), 2))
+    pq.write_table(pa.table({"s": structs, "yes": [True], "pair": pairs}), tmp_path / "h.parquet")
+    assert read_lengths(source, "s.id").tolist() == [2]
+    for column, message in {
+        "s": r"'s' must hold lists, it holds structs: choose one of \['s.id', 's.ok'\]",
+        "yes": "'yes' must hold lists, or integers that are lengths; got torch.bool",
+        "pair": "got torch.int64 in lists of fixed size 2",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            read_lengths(source, column)
+    with pytest.raises(ValueError, match=r"'s.ok' must hold lists of integer ids"):
+        collisions(source, "s.ok", ranks=[1], batch_sizes=[1])
 
 
 def test_collisions_are_the_ids_of_the_batch_before(tmp_path: Path) -> None:
