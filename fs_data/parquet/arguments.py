@@ -37,9 +37,13 @@ def names_of(columns: Sequence[str] | None) -> list[str] | None:
 
 
 def vocabularies_of(given: Mapping[str, Iterable[str]] | None) -> dict[str, Vocabulary]:
+    found: dict[str, Vocabulary] = {}
     for name, texts in (given or {}).items():
         if isinstance(texts, (str, Set)):
             raise ValueError(
                 f"vocabularies must give {name!r} a list, whose order numbers the texts, got {texts!r}; sort it"
             )
-    return {name: list(texts) for name, texts in (given or {}).items()}
+        found[name] = list(texts)
+        if others := [text for text in found[name] if not isinstance(text, str)]:
+            raise ValueError(f"vocabularies must give {name!r} texts, got {others[0]!r}")
+    return found

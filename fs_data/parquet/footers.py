@@ -17,7 +17,8 @@ from fs_data.parquet.errors import ParquetError, StorageError
 from fs_data.parquet.files import Attempt, File
 from fs_data.parquet.where import Bounds, Term, can_match, check_types, columns_of
 
-_WIDTHS = {"INT64": 8, "DOUBLE": 8, "INT32": 4, "FLOAT": 4, "BOOLEAN": 1, "INT96": 12}
+_WIDTHS = {"INT64": 8, "DOUBLE": 8, "INT32": 4, "FLOAT": 4, "BOOLEAN": 1, "INT96": 12, "FIXED_LEN_BYTE_ARRAY": 16}
+_PLACE_WIDTH = 8  # a text becomes its place in the vocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +138,8 @@ def read_footers(
     if kept:
         check_types(where, types)
     read_types = {n: kind for n, kind in types.items() if n not in partitions}
-    groups = [group for i, (file, footer) in enumerate(kept) for group in _groups(i, file, footer, where, types)]
+    longest = _longest_texts(types, vocabularies)
+    groups = [g for i, (file, footer) in enumerate(kept) for g in _groups(i, file, footer, where, types, longest)]
     outputs = [out for n in wanted or () for out in _outputs(n, types)]
     return Footers(
         files=tuple(file for file, _ in kept),
@@ -151,7 +153,12 @@ def read_footers(
 
 
 def _groups(
-    i: int, file: File, footer: _Footer, where: Sequence[Sequence[Term]], types: Mapping[str, Any]
+    i: int,
+    file: File,
+    footer: _Footer,
+    where: Sequence[Sequence[Term]],
+    types: Mapping[str, Any],
+    longest: Mapping[str, int],
 ) -> Iterator[RowGroup]:
     by_partition = _partition_bounds(file, {n: types[n] for n, _ in file.partitions if n in types})
     filtered = set(columns_of(where))
@@ -160,9 +167,14 @@ def _groups(
         bounds: dict[str, Bounds] = {}
         num_bytes = decoding_bytes = 8 * (group.num_rows + 1) * len(types)
         for name, chunk in _chunks(footer, group, types):
-            width = _WIDTHS.get(chunk.physical_type)
-            of_values = chunk.total_uncompressed_size if width is None else width * chunk.num_values
-            num_bytes += of_values
+            if chunk.physical_type in _WIDTHS:
+                of_values = _WIDTHS[chunk.physical_type] * chunk.num_values
+                num_bytes += of_values
+            else:  # texts, which the file's dictionary may hold once each
+                of_values = max(chunk.total_uncompressed_size, longest.get(name, 0) * chunk.num_values)
+                num_bytes += _PLACE_WIDTH * chunk.num_values
+                # Offsets of the texts, and the places as they are looked up, then widened.
+                decoding_bytes += _grown(4 * chunk.num_values) + (4 + _PLACE_WIDTH) * chunk.num_values
             # The file's bytes, a page of them decompressed, and buffers that grow by doubling: for values, and for two
             # levels of 16 bits that say where lists begin.
             decoding_bytes += chunk.total_compressed_size + chunk.total_uncompressed_size
@@ -172,6 +184,15 @@ def _groups(
                 bounds[name] = known
         if not where or can_match(where, {**bounds, **by_partition}):
             yield RowGroup(i, g, group.num_rows, num_bytes, decoding_bytes)
+
+
+def _longest_texts(types: Mapping[str, Any], vocabularies: Mapping[str, Vocabulary]) -> dict[str, int]:
+    """Bytes of the longest text that each parquet column may hold."""
+    longest: dict[str, int] = {}
+    for name, kind in types.items():
+        texts = [text for out in output_names(kind, name) for text in vocabularies.get(out, ())]
+        longest[name] = max((len(text.encode()) for text in texts), default=0)
+    return longest
 
 
 def _grown(num_bytes: int) -> int:

@@ -227,6 +227,7 @@ def test_columns_whose_names_have_dots_keep_their_own_bounds(tmp_path: Path) -> 
         ({"timeout_s": float("nan")}, "timeout_s more, got 0.5 and nan"),
         ({"rank": 2, "world_size": 2}, "rank must be from 0 to world_size - 1, got 2 of 2"),
         ({"vocabularies": {"c": {"a", "b"}}}, "vocabularies must give 'c' a list"),
+        ({"vocabularies": {"c": ["a", 1]}}, "vocabularies must give 'c' texts, got 1"),
     ],
 )
 def test_arguments_that_cannot_be_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
@@ -276,6 +277,24 @@ def test_memory_ahead_of_the_consumer_is_bounded() -> None:
     ):
         alive -= size
     assert 10 < peak <= 20 + 1  # 20 is larger than the bound, and read alone
+
+
+def test_texts_count_as_what_they_decode_to(tmp_path: Path) -> None:
+    texts = [f"https://example.org/items/{i:020d}" for i in range(100)]
+    items = np.random.default_rng(0).integers(0, 100, 40_000)
+    history = pa.ListArray.from_arrays(np.arange(0, 40_001, 4_000, np.int32), pa.array(texts).take(pa.array(items)))
+    pq.write_table(pa.table({"history": history}), tmp_path / "h.parquet")  # 35 kB, each text once
+    script = (
+        "import sys, pyarrow\n"
+        "from fs_data.parquet import ParquetUIHDataset\n"
+        "texts = [f'https://example.org/items/{i:020d}' for i in range(100)]\n"
+        "dataset = ParquetUIHDataset(sys.argv[1], batch_size=10, vocabularies={'history': texts}, prefetch_bytes=0)\n"
+        "(batch,), (group,) = dataset, dataset.footers[0].groups\n"
+        "print(batch['history'].values.nbytes <= group.num_bytes)\n"
+        "print(pyarrow.default_memory_pool().max_memory() <= group.decoding_bytes)"
+    )
+    done = subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "True"]
 
 
 def test_arrow_memory_stays_within_the_bound_and_uses_it(tmp_path: Path) -> None:
