@@ -36,14 +36,15 @@ def names_of(columns: Sequence[str] | None) -> list[str] | None:
     return names
 
 
-def vocabularies_of(given: Mapping[str, Iterable[str]] | None) -> dict[str, Vocabulary]:
+def vocabularies_of(given: Mapping[str, Iterable[Any]] | None) -> dict[str, Vocabulary]:
     found: dict[str, Vocabulary] = {}
     for name, texts in (given or {}).items():
         if isinstance(texts, (str, Set)):
             raise ValueError(
                 f"vocabularies must give {name!r} a list, whose order numbers the texts, got {texts!r}; sort it"
             )
-        found[name] = list(texts)
-        if others := [text for text in found[name] if not isinstance(text, str)]:
+        given_texts = list(texts)
+        if others := [text for text in given_texts if not isinstance(text, str)]:
             raise ValueError(f"vocabularies must give {name!r} texts, got {others[0]!r}")
+        found[name] = given_texts
     return found
