@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import json
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -17,8 +18,9 @@ from fs_data.parquet.errors import ParquetError, StorageError
 from fs_data.parquet.files import Attempt, File
 from fs_data.parquet.where import Bounds, Term, can_match, check_types, columns_of
 
-_WIDTHS = {"INT64": 8, "DOUBLE": 8, "INT32": 4, "FLOAT": 4, "BOOLEAN": 1, "INT96": 12, "FIXED_LEN_BYTE_ARRAY": 16}
-_PLACE_WIDTH = 8  # a text becomes its place in the vocabulary
+_WIDTHS = {"INT64": 8, "DOUBLE": 8, "INT32": 4, "FLOAT": 4, "BOOLEAN": 1, "INT96": 12, "FIXED_LEN_BYTE_ARRAY": 32}
+_WIDEST = 8  # in a batch; a text becomes its place in the vocabulary
+_BUFFERS = 1 << 16  # of a column, whatever it holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,19 +168,20 @@ def _groups(
         group = footer.metadata.row_group(g)
         bounds: dict[str, Bounds] = {}
         num_bytes = decoding_bytes = 8 * (group.num_rows + 1) * len(types)
-        for name, chunk in _chunks(footer, group, types):
+        for name, column, chunk in _chunks(footer, group, types):
             if chunk.physical_type in _WIDTHS:
                 of_values = _WIDTHS[chunk.physical_type] * chunk.num_values
-                num_bytes += of_values
+                num_bytes += min(of_values, _WIDEST * chunk.num_values)
             else:  # texts, which the file's dictionary may hold once each
                 of_values = max(chunk.total_uncompressed_size, longest.get(name, 0) * chunk.num_values)
-                num_bytes += _PLACE_WIDTH * chunk.num_values
+                num_bytes += _WIDEST * chunk.num_values
                 # Offsets of the texts, and the places as they are looked up, then widened.
-                decoding_bytes += _grown(4 * chunk.num_values) + (4 + _PLACE_WIDTH) * chunk.num_values
+                decoding_bytes += _grown(4 * chunk.num_values) + (4 + _WIDEST) * chunk.num_values
             # The file's bytes, a page of them decompressed, and buffers that grow by doubling: for values, and for two
             # levels of 16 bits that say where lists begin.
-            decoding_bytes += chunk.total_compressed_size + chunk.total_uncompressed_size
+            decoding_bytes += _BUFFERS + chunk.total_compressed_size + chunk.total_uncompressed_size
             decoding_bytes += _grown(of_values) + 2 * _grown(2 * chunk.num_values)
+            decoding_bytes += of_values if _may_convert(column) else 0
             known = _bounds(chunk) if name in filtered else None
             if known is not None:
                 bounds[name] = known
@@ -195,18 +198,24 @@ def _longest_texts(types: Mapping[str, Any], vocabularies: Mapping[str, Vocabula
     return longest
 
 
+def _may_convert(column: Any) -> bool:
+    """Whether Arrow makes values of another width, beside those that it decodes."""
+    logical = json.loads(column.logical_type.to_json())
+    return logical["Type"] in ("Date", "Decimal") or logical.get("bitWidth", 32) < 32
+
+
 def _grown(num_bytes: int) -> int:
     return 1 << num_bytes.bit_length()
 
 
-def _chunks(footer: _Footer, group: Any, names: Collection[str]) -> Iterator[tuple[str, Any]]:
-    """The column chunks of a row group that hold the columns `names`; several for a struct."""
+def _chunks(footer: _Footer, group: Any, names: Collection[str]) -> Iterator[tuple[str, Any, Any]]:
+    """`(name, its column in parquet's schema, chunk)` of a row group for the columns `names`; several for a struct."""
     for c in range(group.num_columns):
         chunk = group.column(c)
         path = chunk.path_in_schema
         name = path if path in footer.schema.names else path.partition(".")[0]
         if name in names:
-            yield name, chunk
+            yield name, footer.metadata.schema.column(c), chunk
 
 
 def _bounds(chunk: Any) -> Bounds | None:
@@ -221,7 +230,7 @@ def _contradiction(file: File, footer: _Footer, needed: Sequence[str]) -> str | 
     both = {name: value for name, value in file.partitions if name in needed and name in footer.schema.names}
     groups = (footer.metadata.row_group(g) for g in range(footer.metadata.num_row_groups if both else 0))
     for g, group in enumerate(groups):
-        for name, chunk in _chunks(footer, group, both if group.num_rows else ()):
+        for name, _, chunk in _chunks(footer, group, both if group.num_rows else ()):
             bounds = _bounds(chunk)
             if bounds is None or bounds.has_nulls or {str(bounds.least), str(bounds.most)} != {both[name]}:
                 return (

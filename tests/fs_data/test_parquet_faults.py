@@ -279,22 +279,32 @@ def test_memory_ahead_of_the_consumer_is_bounded() -> None:
     assert 10 < peak <= 20 + 1  # 20 is larger than the bound, and read alone
 
 
-def test_texts_count_as_what_they_decode_to(tmp_path: Path) -> None:
+def test_columns_that_are_converted_count_as_what_that_takes(tmp_path: Path) -> None:
     texts = [f"https://example.org/items/{i:020d}" for i in range(100)]
     items = np.random.default_rng(0).integers(0, 100, 40_000)
-    history = pa.ListArray.from_arrays(np.arange(0, 40_001, 4_000, np.int32), pa.array(texts).take(pa.array(items)))
-    pq.write_table(pa.table({"history": history}), tmp_path / "h.parquet")  # 35 kB, each text once
+    offsets = np.arange(0, 40_001, 4_000, np.int32)
+    for name, values in {
+        "texts": pa.array(texts).take(pa.array(items)),  # 35 kB in the file, each text once
+        "decimals": pa.array(items).cast(pa.decimal128(19, 0)).cast(pa.decimal128(30, 2)),
+        "few": pa.array(items).cast(pa.int16()),
+        "flags": pa.array(items > 50),
+    }.items():
+        table = pa.table({"history": pa.ListArray.from_arrays(offsets, values)})
+        pq.write_table(table, tmp_path / f"{name}.parquet")
     script = (
         "import sys, pyarrow\n"
         "from fs_data.parquet import ParquetUIHDataset\n"
         "texts = [f'https://example.org/items/{i:020d}' for i in range(100)]\n"
-        "dataset = ParquetUIHDataset(sys.argv[1], batch_size=10, vocabularies={'history': texts}, prefetch_bytes=0)\n"
-        "(batch,), (group,) = dataset, dataset.footers[0].groups\n"
-        "print(batch['history'].values.nbytes <= group.num_bytes)\n"
-        "print(pyarrow.default_memory_pool().max_memory() <= group.decoding_bytes)"
+        "for name in ('flags', 'few', 'decimals', 'texts'):\n"  # the peak grows
+        "    file = f'{sys.argv[1]}/{name}.parquet'\n"
+        "    dataset = ParquetUIHDataset(file, batch_size=10, vocabularies={'history': texts}, prefetch_bytes=0)\n"
+        "    (batch,), (group,) = dataset, dataset.footers[0].groups\n"
+        "    peak = pyarrow.default_memory_pool().max_memory()\n"
+        "    print(name, batch['history'].values.nbytes <= group.num_bytes, peak <= group.decoding_bytes)\n"
+        "    del batch"
     )
     done = subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["True", "True"]
+    assert done.stdout.splitlines() == [f"{name} True True" for name in ("flags", "few", "decimals", "texts")]
 
 
 def test_arrow_memory_stays_within_the_bound_and_uses_it(tmp_path: Path) -> None:
